@@ -1,0 +1,1 @@
+"""CUDA sources, read with ``importlib.resources.files("fmstream.cuda")``."""

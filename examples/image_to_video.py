@@ -1,0 +1,251 @@
+"""Image to video with diffusers' Stable Video Diffusion: all weights resident, then streamed with and without overlap.
+
+    python examples/image_to_video.py
+    python examples/image_to_video.py --model DIR --image photo.jpg --memory 2GiB --steps 25
+
+Without ``--model`` it makes a checkpoint of random weights once (about 1 GB, under ``out/``): the frames are then
+coloured noise, but the layers, the loop and the reads are those of the real model.  It makes the same video three
+times, fails if the frames differ in a single bit, and leaves the video, the report and the timeline in ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers import StableVideoDiffusionPipeline
+from PIL import Image, ImageOps
+from random_svd import make_checkpoint
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import fmstream
+from fmstream.core.telemetry import Telemetry
+from fmstream.report.measure import RootRow
+from fmstream.report.plot import save_timeline_png
+from fmstream.report.report import Report
+from fmstream.report.timeline import save_chrome_trace
+
+RANDOM_CHECKPOINT = Path("out/svd-checkpoint")
+PHOTOGRAPH = Path(__file__).with_name("images") / "coffee.jpg"
+SMALL, FULL = (64, 128), (576, 1024)
+"""Height and width for random weights (a step computes about as long as it reads) and for a real checkpoint."""
+
+WARM_UP_STEPS = 3
+"""Steps of the untimed call: one that learns the order of the layers, and two that follow the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One way to make the video, measured.
+
+    ``frames`` has shape (frames, height, width, 3), float32 in [0, 1]; ``seconds`` is the wall time of the whole call.
+    """
+
+    label: str
+    frames: np.ndarray
+    seconds: float
+    report: Report
+    telemetry: Telemetry
+
+    @property
+    def frames_per_second(self) -> float:
+        """Frames made per second of the call."""
+        return len(self.frames) / self.seconds
+
+    @property
+    def denoiser(self) -> RootRow:
+        """The row of the module in which the run spent most of its time."""
+        return max(self.report.roots, key=lambda row: row.total_seconds)
+
+
+def main() -> int:
+    """Make the video three times, compare, save; the exit status is 1 if the frames differ."""
+    args = parse_arguments()
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    silence_loading()
+    pipeline = load_pipeline(args.model or find_random_checkpoint(console))
+    height, width = FULL if args.model else SMALL
+    height, width = args.height or height, args.width or width
+    request = {
+        "image": load_image(args.image, height, width),
+        "height": height,
+        "width": width,
+        "num_frames": args.frames or pipeline.unet.config.num_frames,
+        "num_inference_steps": args.steps,
+        "output_type": "np",
+    }
+    runs = [("unlimited", "overlap_async", None), ("sync", "sync", args.memory)]
+    runs.append(("overlap_async", "overlap_async", args.memory))
+    results = [measure(pipeline, request, args.seed, *run) for run in runs]
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    video = save_video(results[-1].frames, args.fps, args.out)
+    save_report(results[-1], args.out)
+    console.print(results[-1].report.render(width=console.width), markup=False)
+    console.print(make_table(results))
+    console.print(f"{video}, report.json, trace.json and timeline.png are in {args.out}")
+    differences = list(find_differences(results))
+    for difference in differences:
+        print(f"error: {difference}", file=sys.stderr)
+    if not differences:
+        console.print("all frames are equal, bit for bit")
+    return 1 if differences else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="diffusers checkpoint folder (default: random weights, made once)")
+    parser.add_argument("--image", type=Path, default=PHOTOGRAPH, help="first frame (default: %(default)s)")
+    parser.add_argument(
+        "--memory", default="35%", help="fast memory for weights: 6GiB, 512MB, 50%% of them (default: 35%%)"
+    )
+    parser.add_argument("--steps", type=positive, default=12, help="denoising steps (default: %(default)s)")
+    parser.add_argument("--frames", type=positive, help="frames of the video (default: what the model is made for)")
+    parser.add_argument("--height", type=positive, help=f"pixels (default: {FULL[0]}, or {SMALL[0]} if random)")
+    parser.add_argument("--width", type=positive, help=f"pixels (default: {FULL[1]}, or {SMALL[1]} if random)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: %(default)s)")
+    parser.add_argument("--fps", type=positive, default=7, help="frames per second of the file (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/image_to_video"), help="folder (default: %(default)s)")
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    """An integer above zero, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above zero")
+    return value
+
+
+def silence_loading() -> None:
+    """Keep the libraries' loading bars and remarks off the terminal."""
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def find_random_checkpoint(console: Console) -> Path:
+    """The checkpoint of random weights, made now if there is none."""
+    if not RANDOM_CHECKPOINT.exists():
+        with console.status(f"making a checkpoint of random weights in {RANDOM_CHECKPOINT}"):
+            make_checkpoint(RANDOM_CHECKPOINT)
+    return RANDOM_CHECKPOINT
+
+
+def load_pipeline(checkpoint: Path) -> StableVideoDiffusionPipeline:
+    """The pipeline in float32; weights that are stored so stay in the mapped files and take no memory until read."""
+    return StableVideoDiffusionPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def load_image(path: Path, height: int, width: int) -> Image.Image:
+    """The middle of the photograph, in the size of the video."""
+    with Image.open(path) as image:
+        return ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (width, height))
+
+
+def measure(
+    pipeline: StableVideoDiffusionPipeline,
+    request: dict[str, Any],
+    seed: int,
+    label: str,
+    policy: str,
+    memory: str | None,
+) -> Result:
+    """Call the pipeline twice, a few steps untimed and then in full, with its weights in ``memory``."""
+    forget_files(Path(pipeline.config._name_or_path))
+    with fmstream.stream(pipeline, policy=policy, memory=memory) as streamed:
+        pipeline.set_progress_bar_config(desc=f"{label}, warm-up")
+        streamed(**request | {"num_inference_steps": WARM_UP_STEPS}, generator=torch.Generator().manual_seed(seed))
+        pipeline.set_progress_bar_config(desc=label)
+        start = time.perf_counter()
+        output = streamed(**request, generator=torch.Generator().manual_seed(seed))
+        seconds = time.perf_counter() - start
+    return Result(label, output.frames[0], seconds, streamed.report, streamed.telemetry)
+
+
+def forget_files(checkpoint: Path) -> None:
+    """Ask the system to drop the checkpoint from its page cache, so that reads come from the disk."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in checkpoint.rglob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def find_differences(results: list[Result]) -> Iterator[str]:
+    """A sentence for each run whose frames are not those of the first, bit for bit."""
+    wanted = results[0]
+    for result in results[1:]:
+        if not np.array_equal(result.frames, wanted.frames):
+            unequal = np.count_nonzero(result.frames != wanted.frames)
+            largest = np.abs(result.frames - wanted.frames).max()
+            yield (
+                f"{result.label} changed the video: {unequal} of {wanted.frames.size} values differ from "
+                f"{wanted.label}, by up to {largest:.3g}"
+            )
+
+
+def save_video(frames: np.ndarray, fps: int, folder: Path) -> str:
+    """Write the frames as MP4, or as GIF where there is no ffmpeg; returns the file's name."""
+    pixels = (frames * 255).round().astype(np.uint8)
+    try:
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError):
+        first, *rest = (Image.fromarray(frame) for frame in pixels)
+        first.save(folder / "video.gif", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
+        return "video.gif"
+    size = pixels.shape[2], pixels.shape[1]
+    writer = imageio_ffmpeg.write_frames(str(folder / "video.mp4"), size, fps=fps, macro_block_size=2)
+    writer.send(None)
+    for frame in pixels:
+        writer.send(np.ascontiguousarray(frame))
+    writer.close()
+    return "video.mp4"
+
+
+def save_report(result: Result, folder: Path) -> None:
+    """Write the report, the trace for chrome://tracing, and a drawing of two steps."""
+    steps = [record for record in result.telemetry.passes if record.root == result.denoiser.root]
+    result.report.save(folder / "report.json")
+    save_chrome_trace(result.telemetry.spans, folder / "trace.json")
+    save_timeline_png(result.telemetry.spans, steps, folder / "timeline.png")
+
+
+def make_table(results: list[Result]) -> Table:
+    """The runs side by side; "sync" is the one that the speedup is over."""
+    [slowest] = [result for result in results if result.label == "sync"]
+    table = Table(title="the same video, three ways", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("", "frames/s", "step s", "bound s", "step/bound", "speedup", "weights GB", "peak RSS GB"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for result in results:
+        row = result.denoiser
+        table.add_row(
+            result.label,
+            f"{result.frames_per_second:.3f}",
+            f"{row.step_seconds:.3f}",
+            "-" if row.bound_seconds is None else f"{row.bound_seconds:.3f}",
+            "-" if row.gap is None else f"{row.gap:.3f}",
+            f"{slowest.seconds / result.seconds:.2f}x",
+            f"{result.report.memory_bytes / 1e9:.3f}",
+            f"{result.report.peak_rss_bytes / 1e9:.3f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Run a PyTorch loop whose weights are larger than fast memory, at the speed of the slower of compute and link."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fmstream.config import StreamConfig
+from fmstream.errors import (
+    CancelledRun,
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    FmstreamError,
+    ForkedError,
+    MemoryBudgetError,
+    StreamError,
+)
+
+if TYPE_CHECKING:
+    from fmstream.doors.load import load
+    from fmstream.report import Report
+    from fmstream.doors.run import Run, arun, run
+    from fmstream.doors.stream import Stream, smallest_memory, stream
+
+__all__ = [
+    "CancelledRun",
+    "CheckpointError",
+    "ClosedError",
+    "ConfigError",
+    "FmstreamError",
+    "ForkedError",
+    "MemoryBudgetError",
+    "Report",
+    "Run",
+    "Stream",
+    "StreamConfig",
+    "StreamError",
+    "__version__",
+    "arun",
+    "load",
+    "run",
+    "smallest_memory",
+    "stream",
+]
+
+_HOMES = {
+    "Report": "fmstream.report",
+    "Run": "fmstream.doors.run",
+    "Stream": "fmstream.doors.stream",
+    "arun": "fmstream.doors.run",
+    "load": "fmstream.doors.load",
+    "run": "fmstream.doors.run",
+    "smallest_memory": "fmstream.doors.stream",
+    "stream": "fmstream.doors.stream",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On demand: the command line answers without torch, and a look at the version costs nothing.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fmstream-runtime")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

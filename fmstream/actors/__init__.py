@@ -1,0 +1,1 @@
+"""The actors of a run: the scheduler, the compute actor, the prefetch workers."""

@@ -1,0 +1,532 @@
+"""The compute actor: carries out any plan on the thread that runs the user's loop.
+
+It alone issues loads, waits for them, shows weights to the modules and gives frames back.  It knows runs of pages and
+parameter ids; what a parameter is, is the payload's affair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fmstream.actors.prefetch import CANCELLED, Piece, PrefetchActor
+from fmstream.core.arena import Window, num_pages, pack
+from fmstream.core.pages import PageTable
+from fmstream.core.plan import Plan
+from fmstream.core.ring import Record
+from fmstream.core.telemetry import Span, Telemetry
+from fmstream.device.device import Device, Slab
+from fmstream.errors import CancelledRun, MemoryBudgetError, StreamError
+
+POLL_SECONDS = 0.1
+"""Longest sleep in a wait before cancellation is looked at again."""
+GRACE_SECONDS = 0.5
+"""How long reads under way may take to end before their memory is orphaned."""
+
+
+class Payload(Protocol):
+    """What the executor moves: parameters by id."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each parameter in fast memory, a multiple of 64."""
+
+    def pieces(self, param: int, address: int) -> Iterable[Piece]:
+        """The copies that bring a parameter to ``address``."""
+
+    def bind(self, param: int, offset: int) -> None:
+        """Show the bytes at ``offset`` of the slab as the parameter."""
+
+    def unbind(self, param: int) -> None:
+        """Show the stand-in again."""
+
+    def rewrite(self, param: int, address: int) -> None:
+        """Copy the master's present bytes to ``address``."""
+
+    def escaped(self, params: Sequence[int]) -> None:
+        """Some of these are aliased by a tensor that outlived their use."""
+
+    def outlived(self, slab: Slab, runs: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
+        """Some of these are aliased by a tensor that outlived the pass: (byte offset, params, offsets) each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Parameters that arrive and leave together, and the pages that they occupy."""
+
+    name: str
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+    start: int
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class Loaded:
+    """A run with frames: on its way, or in use."""
+
+    run: Run
+    frame: int
+    ticket: int
+    position: int | None = None
+    """Place in the window; None for residents and demand loads."""
+    bound: bool = False
+
+
+class Executor:
+    """Window, residents and demand loads over one slab of fast memory.
+
+    Not thread-safe: the payload's lock admits one pass at a time.  Every wait is bounded by ``POLL_SECONDS`` between
+    looks at ``stop_reason``.
+    """
+
+    def __init__(
+        self,
+        payload: Payload,
+        device: Device,
+        prefetch: PrefetchActor,
+        telemetry: Telemetry,
+        memory_bytes: int,
+        page_bytes: int,
+    ) -> None:
+        self.payload = payload
+        self.device = device
+        self.prefetch = prefetch
+        self.telemetry = telemetry
+        self.page_bytes = page_bytes
+        self.num_frames = memory_bytes // page_bytes
+        self.plan: Plan | None = None
+        self.slab: Slab | None = None
+        self.stop_reason: BaseException | None = None
+        self.waited = 0.0
+        self.streamed_bytes = 0
+        self._ticket = 0
+        self._pending: dict[int, Loaded] = {}
+        self._failed: dict[int, BaseException] = {}
+        self._units: list[Run] = []
+        self._next = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """An empty slab: no plan, nothing loaded."""
+        self.plan = None
+        self.pages = PageTable(self.num_frames, self.num_frames)
+        self.window: Window | None = None
+        self.residents: Loaded | None = None
+        self.current: Loaded | None = None
+        self._units = []
+        self._first_demand_page = 0
+        self._ahead: deque[Loaded] = deque()
+        self._demanded: list[Loaded] = []
+        self._held: list[Loaded] = []
+        self._num_bound = 0
+        self._num_aliases = 0
+
+    # Plans
+
+    def activate(self, plan: Plan | None) -> None:
+        """Put ``plan`` in force (None: everything on demand): drop what is loaded, bring its residents."""
+        self.drop_ahead()
+        self._release_all()
+        self._forget()
+        slab = self._slab()
+        if plan is None:
+            return
+        sizes = self.payload.sizes
+        page = 0
+
+        def make_run(name: str, params: Sequence[int]) -> Run:
+            nonlocal page
+            num_bytes = sum(sizes[p] for p in params)
+            count = num_pages(num_bytes, self.page_bytes)
+            run = Run(name, tuple(params), tuple(pack(sizes[p] for p in params)), num_bytes, page, count)
+            page += count
+            return run
+
+        resident_run = make_run("residents", sorted(plan.resident)) if plan.resident else None
+        self._units = [make_run(f"unit {i}", unit.params) for i, unit in enumerate(plan.units)]
+        self._first_demand_page = page
+        self.pages = PageTable(page + self.num_frames, self.num_frames)
+        first_frame = resident_run.count if resident_run else 0
+        if plan.window_bytes:
+            self.window = Window(plan.window_bytes // self.page_bytes, first_frame)
+        self._next = 0
+        if resident_run:
+            self.residents = self._submit(resident_run, 0, slab)
+            self._wait(self.residents)
+        self.plan = plan
+
+    def bind_residents(self) -> None:
+        """Show the residents, at the start of a pass."""
+        if self.residents is not None:
+            self._bind(self.residents)
+
+    # Streamed units
+
+    def acquire(self, index: int) -> None:
+        """Make unit ``index`` of the plan usable: waits for its bytes, shows them, issues what there is room for."""
+        run = self._units[index]
+        while self._ahead and self._ahead[0].run is not run:
+            self._drop(self._ahead.popleft(), newest=False)
+        if self._ahead:
+            loaded = self._ahead.popleft()
+        else:
+            self._next = index
+            loaded = self._issue_next()
+        self.current = loaded
+        if self.plan is not None and self.plan.lookahead != 0:
+            self._top_up()
+        self._wait(loaded)
+        self._bind(loaded)
+
+    def retire(self) -> None:
+        """Give back the unit in use and refill the window.  Raises nothing where a tensor still aliases it: it is
+        held until the pass ends, and ``held`` says so."""
+        loaded, self.current = self.current, None
+        if loaded is None:
+            return
+        self._unbind(loaded)
+        if self._holds(loaded):
+            return
+        self._give_back(loaded)
+        if self.plan is not None and self.plan.lookahead != 0:
+            self._top_up()
+
+    @property
+    def held(self) -> bool:
+        """Whether a run could not be given back in this pass."""
+        return bool(self._held)
+
+    def _issue_next(self) -> Loaded:
+        assert self.window is not None
+        run = self._units[self._next]
+        position = self.window.reserve(run.count)
+        assert position is not None, "the window is empty and holds any unit"
+        return self._submit_unit(run, position)
+
+    def _submit_unit(self, run: Run, position: int) -> Loaded:
+        assert self.window is not None
+        loaded = self._submit(run, self.window.frame_of(position), self._slab())
+        loaded.position = position
+        self._next = (self._next + 1) % len(self._units)
+        return loaded
+
+    def _top_up(self) -> None:
+        plan, window = self.plan, self.window
+        if plan is None or window is None or not self._units:
+            return
+        most = len(self._units) - 1 if plan.lookahead is None else plan.lookahead
+        while len(self._ahead) < most and (plan.wrap or self._next != 0):
+            run = self._units[self._next]
+            if self.current is not None and self.current.run is run:
+                return
+            position = window.reserve(run.count)
+            if position is None:
+                return
+            self._ahead.append(self._submit_unit(run, position))
+
+    def drop_ahead(self) -> None:
+        """Drop every unit that was issued and is not in use."""
+        while self._ahead:
+            self._drop(self._ahead.pop(), newest=True)
+        self._next = 0
+
+    def leave_plan(self) -> None:
+        """The rest of this pass is not as planned: keep the unit in use, drop what was issued for later."""
+        self.drop_ahead()
+        if self.current is not None:
+            self.current.position = None
+            self._demanded.append(self.current)
+            self.current = None
+        if self.window is not None:
+            self.window.reset()
+
+    def refresh(self, param: int) -> None:
+        """The master of ``param`` changed: bring the change to every copy in fast memory."""
+        for loaded in self._everything():
+            run = loaded.run
+            if param in run.params and self.slab is not None:
+                if loaded.ticket in self._pending:
+                    self._collect(lambda loaded=loaded: loaded.ticket not in self._pending)  # type: ignore[misc]
+                offset = run.offsets[run.params.index(param)]
+                self.payload.rewrite(param, self.slab.address + loaded.frame * self.page_bytes + offset)
+
+    # Demand loads
+
+    def demand(self, name: str, params: Sequence[int]) -> Loaded:
+        """Load and show parameters outside any plan, in free frames; the caller releases them."""
+        sizes = self.payload.sizes
+        num_bytes = sum(sizes[p] for p in params)
+        count = num_pages(num_bytes, self.page_bytes)
+        frame = self._room(name, count)
+        offsets = tuple(pack(sizes[p] for p in params))
+        run = Run(name, tuple(params), offsets, num_bytes, self._first_demand_page + frame, count)
+        loaded = self._submit(run, frame, self._slab())
+        self._demanded.append(loaded)
+        self._wait(loaded)
+        self._bind(loaded)
+        return loaded
+
+    def release(self, loaded: Loaded) -> None:
+        """Give back what `demand` loaded, or a unit kept by `leave_plan`."""
+        if loaded not in self._demanded:
+            return  # it had to make room
+        self._demanded.remove(loaded)
+        self._unbind(loaded)
+        if not self._holds(loaded):
+            self._give_back(loaded)
+
+    def _room(self, name: str, count: int) -> int:
+        """First free frame of ``count``, dropping first what is not in use, then residents, then outer calls'."""
+        if count > self.num_frames:
+            raise MemoryBudgetError(
+                f"memory is {self.num_frames * self.page_bytes} bytes, but {name!r} alone needs "
+                f"{count * self.page_bytes}: give memory={count * self.page_bytes} or more"
+            )
+        self._slab()
+        frame = self.pages.find_free(count)
+        if frame < 0:
+            self.leave_plan()
+            frame = self.pages.find_free(count)
+        if frame < 0 and self.residents is not None:
+            loaded, self.residents, self.plan = self.residents, None, None
+            self._unbind(loaded)
+            if not self._holds(loaded):
+                self._give_back(loaded)
+            frame = self.pages.find_free(count)
+        while frame < 0 and self._demanded:
+            self.release(self._demanded[0])
+            frame = self.pages.find_free(count)
+        if frame < 0 and self._held:
+            self._orphan()
+            frame = 0
+        assert frame >= 0
+        return frame
+
+    # Passes
+
+    def end_pass(self) -> None:
+        """Hide everything; a slab that somebody still looks into is left to them."""
+        if self.current is not None:
+            self.retire()
+        for loaded in list(self._demanded):
+            self.release(loaded)
+        if self.residents is not None and self.residents.bound:
+            self._unbind(self.residents)
+        if self._aliases() > 0:
+            runs = [
+                (loaded.frame * self.page_bytes, loaded.run.params, loaded.run.offsets)
+                for loaded in (*([self.residents] if self.residents else []), *self._held)
+            ]
+            assert self.slab is not None
+            self.payload.outlived(self.slab, runs)
+            self._orphan()
+        else:
+            self._let_go()
+
+    def abort_pass(self) -> None:
+        """After a failure at any point: nothing is shown, nothing is on its way, frames are free."""
+        for loaded in self._everything():
+            if loaded.bound:
+                self._unbind(loaded)
+        self._cancel(list(self._pending))
+        self._orphan() if self._aliases() > 0 else self._release_all()
+        self._forget()
+
+    def _everything(self) -> list[Loaded]:
+        """All runs with frames."""
+        single = [loaded for loaded in (self.residents, self.current) if loaded is not None]
+        return [*single, *self._ahead, *self._demanded, *self._held]
+
+    def _let_go(self) -> None:
+        for loaded in self._held:
+            self._give_back(loaded)
+        self._held.clear()
+        self._num_aliases = 0
+
+    def _release_all(self) -> None:
+        for loaded in self._everything():
+            if loaded.ticket not in self._pending:
+                self._give_back(loaded)
+
+    def _orphan(self) -> None:
+        """Leave the slab to whoever still looks into it, and begin with an empty one."""
+        self.drop_ahead()
+        for loaded in self._everything():
+            if loaded.bound:
+                self._unbind(loaded)
+        if self.slab is not None:
+            self.slab.orphan()
+            self.slab = None
+        self._forget()
+        self._slab()
+
+    def close(self) -> None:
+        """Stop what is on its way and drop the slab.  Idempotent."""
+        self._cancel(list(self._pending))
+        self._forget()
+        if self.slab is not None:
+            self.slab.close()
+            self.slab = None
+
+    # Loads
+
+    def _slab(self) -> Slab:
+        if self.slab is None:
+            self.slab = self.device.slab(self.num_frames * self.page_bytes)
+        return self.slab
+
+    def _submit(self, run: Run, frame: int, slab: Slab) -> Loaded:
+        self.pages.load(run.start, run.count, frame)
+        self._ticket += 1
+        loaded = Loaded(run, frame, self._ticket)
+        base = slab.address + frame * self.page_bytes
+        pieces = [
+            piece
+            for param, offset in zip(run.params, run.offsets, strict=True)
+            for piece in self.payload.pieces(param, base + offset)
+        ]
+        self._pending[loaded.ticket] = loaded
+        try:
+            self.prefetch.submit(loaded.ticket, pieces, slab, run.name)
+        except BaseException:
+            del self._pending[loaded.ticket]
+            self.pages.cancel(run.start, run.count)
+            raise
+        self.streamed_bytes += run.num_bytes
+        return loaded
+
+    def _wait(self, loaded: Loaded) -> None:
+        self.check_stop()
+        if loaded.ticket in self._pending:
+            began = time.perf_counter()
+            try:
+                self._collect(lambda: loaded.ticket not in self._pending)
+            finally:
+                ended = time.perf_counter()
+                self.waited += ended - began
+                self.telemetry.spans.append(Span("wait", loaded.run.name, began, ended, loaded.run.num_bytes))
+        error = self._failed.pop(loaded.ticket, None)
+        if error is not None:
+            raise StreamError(f"loading {loaded.run.name} failed: {error}") from error
+
+    def check_stop(self) -> None:
+        """Raise what stopped the run, if something did."""
+        if self.stop_reason is not None:
+            if isinstance(self.stop_reason, CancelledRun):
+                raise self.stop_reason
+            raise StreamError(f"the run was stopped: {self.stop_reason}") from self.stop_reason
+
+    def _collect(self, enough: Callable[[], bool], until: float | None = None) -> None:
+        """Take completions until ``enough()``, bounded by ``until`` (``time.perf_counter()``) where given."""
+        while not enough():
+            if until is None:
+                self.check_stop()
+            elif time.perf_counter() > until:
+                return
+            record = self.prefetch.completions.pop(POLL_SECONDS)
+            if record is not None:
+                self._complete(record)
+
+    def _complete(self, record: Record) -> None:
+        loaded = self._pending.pop(record.sequence, None)
+        if loaded is None:
+            return
+        run = loaded.run
+        error = self.prefetch.error(record.sequence)
+        if error is not None:
+            self._failed[record.sequence] = error
+            self.pages.cancel(run.start, run.count)
+        elif record.op == CANCELLED:
+            self.pages.cancel(run.start, run.count)
+        else:
+            self.pages.ready(run.start, run.count)
+
+    def _cancel(self, tickets: list[int]) -> None:
+        """Stop loads; where a read is blocked, leave the slab and its workers to it."""
+        if not tickets:
+            return
+        self.prefetch.cancel(tickets)
+        self._collect(lambda: not any(t in self._pending for t in tickets), time.perf_counter() + GRACE_SECONDS)
+        for ticket in tickets:
+            self._failed.pop(ticket, None)
+        if any(t in self._pending for t in tickets):
+            self.prefetch.abandon()
+            for loaded in self._pending.values():
+                self.pages.cancel(loaded.run.start, loaded.run.count)
+            self._pending.clear()
+            if self.slab is not None:
+                self.slab.orphan()
+                self.slab = None
+            self.plan = None
+
+    def _drop(self, loaded: Loaded, *, newest: bool) -> None:
+        """Give back a run that was issued and never used: the newest one, or the oldest."""
+        self.telemetry.wasted_bytes += loaded.run.num_bytes
+        if loaded.ticket in self._pending:
+            self._cancel([loaded.ticket])
+        self._failed.pop(loaded.ticket, None)
+        if newest and self.window is not None and loaded.position is not None:
+            self.window.cancel_newest(loaded.position)
+            loaded.position = None
+        self._give_back(loaded)
+
+    def _give_back(self, loaded: Loaded) -> None:
+        run = loaded.run
+        if self.pages.frame[run.start] == loaded.frame:
+            self.pages.evict(run.start, run.count)
+        if loaded.position is not None and self.window is not None:
+            self.window.release(loaded.position)
+
+    # Showing
+
+    def _bind(self, loaded: Loaded) -> None:
+        run = loaded.run
+        self.pages.pin(run.start, run.count)
+        loaded.bound = True
+        base = loaded.frame * self.page_bytes
+        bind = self.payload.bind
+        for param, offset in zip(run.params, run.offsets, strict=True):
+            bind(param, base + offset)
+            self._num_bound += 1
+
+    def _unbind(self, loaded: Loaded) -> None:
+        if not loaded.bound:
+            return
+        for param in loaded.run.params:
+            self.payload.unbind(param)
+        self._num_bound -= len(loaded.run.params)
+        loaded.bound = False
+        self.pages.unpin(loaded.run.start, loaded.run.count)
+
+    def _aliases(self) -> int:
+        """Tensors that look into the slab and are not what is shown."""
+        return 0 if self.slab is None else self.slab.num_views() - self._num_bound
+
+    def _holds(self, loaded: Loaded) -> bool:
+        """Keep a run that somebody still looks into; it must not be overwritten before the pass ends."""
+        aliases, before = self._aliases(), self._num_aliases
+        self._num_aliases = aliases
+        if aliases <= before:
+            return False
+        self.payload.escaped(loaded.run.params)
+        self._held.append(loaded)
+        return True
+
+    @property
+    def num_loaded(self) -> int:
+        """Runs that have frames."""
+        return len(self._everything())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the residents."""
+        return self.residents.run.num_bytes if self.residents is not None else 0
+
+    def statistics(self) -> dict[str, Any]:
+        """Frames by state and loads on their way, for checks."""
+        return {"pages": self.pages.counts(), "pending": len(self._pending), "bound": self._num_bound}

@@ -1,0 +1,229 @@
+"""The options of a run: every knob once, checked when it is set."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, Literal, SupportsIndex
+
+from fmstream.errors import ConfigError
+
+MIN_STAGING_BYTES: Final = 4096
+MAX_WORKERS: Final = 64
+MAX_BYTES: Final = 2**63 - 1
+"""Sizes are kept in signed 64-bit integers."""
+
+_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
+
+
+class Missing(Enum):
+    """Type of `MISSING`."""
+
+    MISSING = "MISSING"
+
+
+MISSING: Final = Missing.MISSING
+"""Default of an option that the caller has not given, where None is a value."""
+
+
+def parse_size(value: SupportsIndex | str, *, of: int | None = None, name: str = "size") -> int:
+    """Return the bytes that ``value`` stands for.
+
+    Args:
+        value: bytes as an integer, or text: "512MB" (decimal), "6GiB" (binary), "50%" of ``of``.
+        of: bytes that a percentage refers to; None where percentages make no sense.
+        name: the option, for the message.
+
+    Raises:
+        ConfigError: it is no size, not positive, or a percentage that is out of place or over 100.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | SupportsIndex):
+        raise ConfigError(f"{name}={value!r} is no size: give bytes as an int, or text such as '6GiB' or '512MB'")
+    if not isinstance(value, str):
+        return _check_bytes(operator.index(value), name, value)
+    match = _SIZE.fullmatch(value)
+    if match is None or (match[2] != "%" and match[2].lower() not in _UNITS):
+        raise ConfigError(
+            f"{name}={value!r} is no size: write a number and a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB), "
+            f"such as '6GiB' or '1.5GB'"
+        )
+    number = Decimal(match[1])
+    if match[2] != "%":
+        return _check_bytes(int(number * _UNITS[match[2].lower()]), name, value)
+    if of is None:
+        raise ConfigError(f"{name}={value!r}: a percentage is of the weights, so only memory takes one; give bytes")
+    if not 0 < number <= 100:
+        raise ConfigError(f"{name}={value!r} is not within 0% to 100% of the weights; memory=None sets no limit")
+    return int(number * of / 100)
+
+
+def _check_bytes(size: int, name: str, value: object) -> int:
+    if not 1 <= size <= MAX_BYTES:
+        raise ConfigError(f"{name}={value!r} is {size} bytes; it must be from 1 to {MAX_BYTES}: give a size as '6GiB'")
+    return size
+
+
+def resolve_bytes(value: SupportsIndex | str | None, total: int) -> int | None:
+    """Return the bytes that ``memory=value`` allows for weights of ``total`` bytes, or None where it is "auto".
+
+    None as a value sets no limit: everything may be resident, which takes ``total`` bytes.
+    """
+    if value is None:
+        return total
+    return None if value == "auto" else parse_size(value, of=total, name="memory")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """The options of `run`, `arun` and `stream`.
+
+    Attributes:
+        policy: what is resident and what is loaded when; one of `fmstream.policies`.
+        memory: fast memory for weights: bytes, "6GiB", "512MB", "50%" (of the weights), "auto" (measured), or None
+            (no limit).
+        device: where to compute, such as "cuda:0"; None takes the device that the modules are on.
+        prefetch_window: units staged ahead of the compute actor, at least 1; "auto" lets the planner choose.
+        unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
+        staging: host memory through which files are read.
+        num_workers: prefetch threads.
+        spill_dir: folder for weights that have no file and should not stay in RAM; None keeps them in RAM.
+        progress: whether to show the progress of a run on the terminal.
+
+    Raises:
+        ConfigError: an option has a value that cannot be used.
+    """
+
+    policy: str = "overlap_async"
+    memory: int | str | None = "auto"
+    device: str | None = None
+    prefetch_window: int | Literal["auto"] = "auto"
+    unit: int | str = "auto"
+    staging: int | str = "16MiB"
+    num_workers: int = 2
+    spill_dir: str | os.PathLike[str] | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        _check_text("policy", self.policy, "name a policy, such as 'overlap_async'")
+        resolve_bytes(self.memory, total=MAX_BYTES)
+        if self.device is not None:
+            _check_text("device", self.device, "name a device, such as 'cuda:0' or 'cpu'")
+        _check_window(self.prefetch_window)
+        if self.unit != "auto":
+            parse_size(self.unit, name="unit")
+        if self.staging_bytes < MIN_STAGING_BYTES:
+            raise ConfigError(
+                f"staging={self.staging!r} is less than a page of {MIN_STAGING_BYTES} bytes: give some megabytes"
+            )
+        if not _is_int(self.num_workers) or not 1 <= self.num_workers <= MAX_WORKERS:
+            raise ConfigError(f"num_workers={self.num_workers!r} is no int from 1 to {MAX_WORKERS}: 2 is the default")
+        if self.spill_dir is not None and not isinstance(self.spill_dir, os.PathLike):
+            _check_text("spill_dir", self.spill_dir, "name a folder")
+        if not isinstance(self.progress, bool):
+            raise ConfigError(f"progress={self.progress!r} is neither True nor False")
+
+    @property
+    def unit_bytes(self) -> int | None:
+        """Target bytes of a unit, None where the planner chooses."""
+        return None if self.unit == "auto" else parse_size(self.unit, name="unit")
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory through which files are read."""
+        return parse_size(self.staging, name="staging")
+
+    @classmethod
+    def from_options(
+        cls, config: StreamConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+    ) -> StreamConfig:
+        """Return the configuration that ``config`` and, above it, the ``overrides`` describe.
+
+        Args:
+            config: a configuration, a mapping of options, or the path of a TOML file whose options stand at the top
+                or in a table [fmstream]; None takes the defaults.
+            overrides: options; those that are `MISSING` are left out, None is a value.
+
+        Raises:
+            ConfigError: an option is unknown or has a value that cannot be used, or the file cannot be read.
+        """
+        source = "the options"
+        match config:
+            case None:
+                options: dict[str, Any] = {}
+            case StreamConfig():
+                options = asdict(config)
+            case Mapping():
+                options = dict(config)
+            case str() | os.PathLike():
+                source = os.fspath(config)
+                options = _read_toml(Path(config))
+            case _:
+                raise ConfigError(
+                    f"config={config!r} is of type {type(config).__name__}: "
+                    f"give a StreamConfig, a mapping, or the path of a TOML file"
+                )
+        _check_names(options, source)
+        _check_names(overrides, "the options")
+        return cls(**options | {name: value for name, value in overrides.items() if value is not MISSING})
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_text(name: str, value: object, remedy: str) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={value!r} is no name: {remedy}")
+
+
+def _check_window(value: object) -> None:
+    if value == "auto":
+        return
+    if _is_int(value) and value == 0:
+        raise ConfigError(
+            'prefetch_window=0 stages nothing ahead: use policy="sync" for that, or a window of at least 1'
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f'prefetch_window={value!r} is no number of units: give an int of at least 1, or "auto"')
+
+
+def _check_names(options: Mapping[str, Any], source: str) -> None:
+    known = [field.name for field in fields(StreamConfig)]
+    for name in options:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        remedy = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        raise ConfigError(f"unknown option {name!r} in {source}: {remedy}")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config={str(path)!r} cannot be read ({error.strerror}): give the path of a file") from error
+    except ValueError as error:
+        raise ConfigError(f"config={str(path)!r} is no TOML file: {error}") from error
+    if "fmstream" not in document:
+        return document
+    table = document.pop("fmstream")
+    if not isinstance(table, dict):
+        raise ConfigError(f"fmstream={table!r} in {path} is no table: write [fmstream] above the options")
+    # Other tables belong to other tools; an option outside the table would be ignored without a word.
+    for name in document.keys() & {field.name for field in fields(StreamConfig)}:
+        raise ConfigError(f"option {name!r} in {path} stands outside the table [fmstream]: move it into the table")
+    return table

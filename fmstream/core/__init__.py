@@ -1,0 +1,1 @@
+"""Bookkeeping that knows no torch: pages, the window, traces, plans."""

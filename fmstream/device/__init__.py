@@ -1,0 +1,1 @@
+"""Everything that touches a device, a file or pinned memory."""

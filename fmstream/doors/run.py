@@ -1,0 +1,199 @@
+"""One call, streamed: the shortest way in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmstream.config import MISSING, Missing, StreamConfig
+from fmstream.errors import ConfigError
+from fmstream.report import Report
+from fmstream.doors.stream import Stream
+from fmstream.doors.targets import find_call, find_roots, refuse_shared_names
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a streamed call gave back, and what was measured."""
+
+    output: Any
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A call that is ready to be made."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    open: Callable[[], Stream]
+
+    def carry_out(self, opened: Callable[[Stream], None] = lambda _: None) -> Run:
+        with self.open() as handle:
+            opened(handle)
+            output = self.call(*self.args, **self.kwargs)
+        return Run(output, handle.report)
+
+
+def _prepare(
+    pipeline: Any,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    method: str | None,
+    modules: Any,
+    config: Any,
+    call_kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
+) -> _Job:
+    call = find_call(pipeline, method)
+    own = {"method": method, "modules": modules, "config": config}
+    given = [name for name, value in options.items() if value is not MISSING]
+    refuse_shared_names(call, [*given, *(name for name, value in own.items() if value is not None)])
+    twice = sorted(set(kwargs) & set(call_kwargs or {}))
+    if twice:
+        raise ConfigError(f"{twice[0]}= is given as a keyword and in call_kwargs: give it once")
+    roots = find_roots(pipeline, modules)
+    chosen = StreamConfig.from_options(config, **options)
+    return _Job(call, args, {**kwargs, **(call_kwargs or {})}, lambda: Stream(pipeline, roots, chosen))
+
+
+def run(
+    pipeline: Any,
+    *args: Any,
+    policy: str | Missing = MISSING,
+    memory: int | str | None | Missing = MISSING,
+    device: str | None | Missing = MISSING,
+    method: str | None = None,
+    modules: Any = None,
+    config: Any = None,
+    progress: bool | Missing = MISSING,
+    call_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Run:
+    """Call a pipeline with its weights streaming; the result is the unstreamed call's, bit for bit.
+
+    Args:
+        pipeline: a diffusers pipeline, a transformers model, any ``nn.Module``, or a callable that uses ``modules``.
+        *args, **kwargs: the pipeline's own arguments; the caller's grad, inference and autocast modes hold.
+        policy, memory, device, progress: see `StreamConfig`.
+        method: name of what to call, such as "generate"; None calls the object itself.
+        modules: the modules to stream, where they cannot be found in ``pipeline``.
+        config: a `StreamConfig`, a mapping of its options, or the path of a TOML file.
+        call_kwargs: arguments of the pipeline whose names are options of fmstream too.
+
+    Raises:
+        ConfigError: an option or a parameter cannot be used.
+        MemoryBudgetError: ``memory`` is less than the least that works; the message names it.
+        StreamError: a read failed; the modules are as before.
+    """
+    options = {"policy": policy, "memory": memory, "device": device, "progress": progress}
+    return _prepare(pipeline, args, options, method, modules, config, call_kwargs, kwargs).carry_out()
+
+
+async def arun(
+    pipeline: Any,
+    *args: Any,
+    policy: str | Missing = MISSING,
+    memory: int | str | None | Missing = MISSING,
+    device: str | None | Missing = MISSING,
+    method: str | None = None,
+    modules: Any = None,
+    config: Any = None,
+    progress: bool | Missing = MISSING,
+    call_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Run:
+    """`run` for asyncio: the call is made in a thread, under the modes of the caller.
+
+    Cancelling the task ends the call after the operator that is running, restores the modules, and raises
+    ``asyncio.CancelledError``.
+    """
+    options = {"policy": policy, "memory": memory, "device": device, "progress": progress}
+    job = _prepare(pipeline, args, options, method, modules, config, call_kwargs, kwargs)
+    return await _in_thread(job)
+
+
+async def _in_thread(job: _Job) -> Run:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Run] = loop.create_future()
+    handles: list[Stream] = []
+    cancelled = threading.Event()
+    context, modes = contextvars.copy_context(), _Modes()
+
+    def opened(handle: Stream) -> None:
+        handles.append(handle)
+        if cancelled.is_set():
+            handle.cancel()
+
+    def work() -> None:
+        try:
+            with modes.entered():
+                result = context.run(job.carry_out, opened)
+        except BaseException as error:  # whatever the call raised is the caller's
+            _deliver(loop, done, None, error)
+        else:
+            _deliver(loop, done, result, None)
+
+    # Not the loop's executor: it would be joined at the loop's end, even behind a blocked read.
+    threading.Thread(target=work, name="fmstream run", daemon=True).start()
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        cancelled.set()
+        for handle in handles:
+            handle.cancel()
+        await asyncio.wait([done])
+        if done.exception() is None:
+            done.result()
+        raise
+
+
+def _deliver(
+    loop: asyncio.AbstractEventLoop, done: asyncio.Future[Run], result: Run | None, error: BaseException | None
+) -> None:
+    def settle() -> None:
+        if done.done():
+            return
+        if error is not None:
+            # A future refuses StopIteration; it would end the awaiting coroutine silently.
+            wrapped = RuntimeError("the call raised StopIteration") if isinstance(error, StopIteration) else error
+            done.set_exception(wrapped)
+        else:
+            assert result is not None
+            done.set_result(result)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle)
+
+
+class _Modes:
+    """The caller's thread-local torch modes, to be entered in another thread."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._default_device = torch.get_default_device()
+
+    def entered(self) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(self._inference))
+        stack.enter_context(torch.set_grad_enabled(self._grad))
+        for kind, dtype, enabled in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+        if self._default_device.type != "cpu":
+            stack.enter_context(self._default_device)
+        return stack

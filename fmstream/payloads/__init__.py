@@ -1,0 +1,1 @@
+"""What is streamed: the weights of a module."""

@@ -1,0 +1,115 @@
+"""How much memory the weights need, and how much they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from torch import nn
+
+from fmstream.config import StreamConfig, resolve_bytes
+from fmstream.core.arena import MIN_PAGE_BYTES, choose_page_bytes, num_pages
+from fmstream.core.plan import Plan, Prediction
+from fmstream.errors import MemoryBudgetError
+from fmstream.payloads.sites import Survey
+from fmstream.payloads.weights import Weights
+
+AUTO_SHARE = 0.5
+"""Part of the host memory that is free now which ``memory="auto"`` may take for weights on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Bytes of the weights of some modules.
+
+    Attributes:
+        weights_bytes: all parameters, each once, as the user counts them.
+        kept_bytes: those that stay in place.
+        slab_bytes: what the streamable ones take in fast memory, alignment included.
+        smallest_bytes: the least memory that works, and ``largest`` the module that needs it.
+    """
+
+    weights_bytes: int
+    kept_bytes: int
+    slab_bytes: int
+    smallest_bytes: int
+    largest: str
+
+    def fits(self, memory: int) -> bool:
+        """Whether everything may be resident.  Alignment is not held against the user here."""
+        return memory >= min(self.weights_bytes, self.slab_bytes + self.kept_bytes)
+
+
+def measure(found: Survey, roots: Mapping[str, nn.Module]) -> Totals:
+    """Add up what was found."""
+    kept = sum(num_bytes for _, num_bytes, _ in found.kept)
+    raw = sum(m.original.numel() * m.original.element_size() for m in found.masters)
+    slab = sum(m.num_bytes for m in found.masters)
+    need, largest = _deepest(found, roots)
+    return Totals(raw + kept, kept, slab, need + kept, largest)
+
+
+def _deepest(found: Survey, roots: Mapping[str, nn.Module]) -> tuple[int, str]:
+    """Bytes that a chain of nested calls needs at once, for the chain that needs most, and its innermost module."""
+    own = {id(site.module): sum(found.masters[p].num_bytes for p in site.params) for site in found.sites}
+    name_of = {id(site.module): site.name for site in found.sites}
+    known: dict[int, tuple[int, str]] = {}
+
+    def deepest(module: nn.Module) -> tuple[int, str]:
+        if id(module) not in known:
+            known[id(module)] = (0, "")
+            here = own.get(id(module), 0)
+            below = max((deepest(child) for child in module.children()), default=(0, ""))
+            name = below[1] if below[0] > here else name_of.get(id(module), "") or type(module).__name__
+            known[id(module)] = (here + below[0], name)
+        return known[id(module)]
+
+    num_bytes, name = max((deepest(root) for root in roots.values()), default=(0, ""))
+    page = choose_page_bytes(max(1, num_bytes))
+    # Each nested call takes whole pages; deeper than that modules do not own parameters in practice.
+    return num_pages(num_bytes, page) * page + 4 * MIN_PAGE_BYTES, name
+
+
+def resolve(config: StreamConfig, totals: Totals) -> int:
+    """Bytes of fast memory that the options allow.
+
+    Raises:
+        MemoryBudgetError: less than the least that works.
+    """
+    asked = resolve_bytes(config.memory, totals.weights_bytes)
+    memory = automatic(totals) if asked is None else asked
+    if memory < totals.smallest_bytes and not totals.fits(memory):
+        raise MemoryBudgetError(
+            f"memory={config.memory!r} is {memory} bytes of {totals.weights_bytes} bytes of weights; the smallest that "
+            f"works is {totals.smallest_bytes} bytes, because {totals.largest!r} must be in memory as a whole"
+            + (f" beside {totals.kept_bytes} bytes that stay in place" if totals.kept_bytes else "")
+        )
+    return memory
+
+
+def automatic(totals: Totals) -> int:
+    """Half of the host memory that is free, at least the smallest that works."""
+    share = int(available_bytes() * AUTO_SHARE)
+    return min(totals.weights_bytes, max(share, totals.smallest_bytes))
+
+
+def available_bytes() -> int:
+    """Host memory that can still be taken: what the system has, within the limit of the control group."""
+    available = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            available = min(available, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+        except (OSError, ValueError):  # no such control group, or no limit ("max")
+            continue
+    return available
+
+
+def all_resident(policy: str, weights: Weights) -> Plan:
+    """One plan for all roots: everything is in fast memory."""
+    nothing = Prediction(0.0, 0.0, 0.0, 0.0, "resident")
+    return Plan(policy, frozenset(m.index for m in weights.masters), (), 0, None, False, nothing)

@@ -1,0 +1,236 @@
+"""The master copy of one parameter: where its truth lies, and who shows it."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fmstream.core.plan import ALIGNMENT
+from fmstream.device.files import Staging
+from fmstream.device.homes import FileHome, Home, MemoryHome
+from fmstream.payloads.absent import Absent, make_bound
+
+STAGING_BYTES = 1 << 20
+
+
+class Keeper(Protocol):
+    """Who must know when a master is read outside a plan, or changed."""
+
+    def count_fault(self, master: Master) -> None:
+        """A read outside any plan."""
+
+    def note_alias(self, master: Master, value: torch.Tensor) -> bool:
+        """A view of a faulted value escapes; True if it may be of that value, False if it must be of the master."""
+
+    def note_exposed(self, master: Master) -> None:
+        """Somebody holds an alias of the master's own memory and may write it unseen."""
+
+    def changed(self, master: Master) -> None:
+        """The master's bytes changed: copies of them are stale."""
+
+    def reshaped(self, master: Master) -> None:
+        """The master is another tensor now: shape, dtype or strides may differ."""
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last, gaps included."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class Master:
+    """One managed parameter.
+
+    ``original`` is the user's own ``nn.Parameter``: its memory is the truth where ``home`` is a `MemoryHome`, and shows
+    the truth (a private mapping of the file) where it is a `FileHome`.
+
+    Attributes:
+        index: id in traces and plans.
+        slots: the dicts and lists that hold the parameter, each with its key: one for each module that owns it.
+        num_bytes: bytes in fast memory, a multiple of 64.
+        absent: the stand-in that modules show while the parameter is not bound; ``loose`` is the same, detached.
+        bound: what modules show while its bytes are in fast memory.
+    """
+
+    __slots__ = (
+        "absent",
+        "bound",
+        "device",
+        "dtype",
+        "home",
+        "index",
+        "keeper",
+        "loose",
+        "name",
+        "num_bytes",
+        "original",
+        "seen_version",
+        "size",
+        "slots",
+        "span",
+        "stride",
+    )
+
+    def __init__(self, index: int, name: str, original: nn.Parameter, device: torch.device, keeper: Keeper) -> None:
+        self.index = index
+        self.name = name
+        self.original = original
+        self.device = device
+        self.keeper = keeper
+        self.slots: list[tuple[Any, Any]] = []
+        self.size = original.shape
+        self.stride = original.stride()
+        self.dtype = original.dtype
+        self.span = span_bytes(original)
+        self.num_bytes = -(-self.span // ALIGNMENT) * ALIGNMENT
+        self.home: Home = MemoryHome(original.data_ptr(), self.span, original)
+        self.seen_version = self.version()
+        self.bound: torch.Tensor | None = None
+        self.absent = Absent(self, is_param=True)
+        self.loose = Absent(self, is_param=False)
+        if original.requires_grad:
+            self.absent.register_post_accumulate_grad_hook(self._hand_over_grad)
+
+    def watch_grad(self) -> None:
+        """Hand the gradient of what is shown now to the user's parameter, should there be one."""
+        bound = self.bound
+        if bound is not None and bound.is_leaf and bound.requires_grad:
+            bound.register_post_accumulate_grad_hook(self._hand_over_grad)
+
+    def _hand_over_grad(self, absent: torch.Tensor) -> None:
+        # The stand-in is the leaf of the graph; the gradient belongs to the user's parameter.
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            grad = absent.grad
+            absent.grad = None
+        if grad is not None:
+            before = self.original.grad
+            self.original.grad = grad if before is None else before + grad
+
+    # Reading
+
+    def memory(self) -> torch.Tensor:
+        """A plain tensor over the master's own memory."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.original.detach()
+
+    def value(self) -> torch.Tensor:
+        """The true value as a plain tensor aligned to 64 bytes; the master's own memory where that is aligned."""
+        home = self.home
+        if isinstance(home, MemoryHome) and home.address % ALIGNMENT == 0:
+            return self.memory()
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = torch.empty(self.span, dtype=torch.uint8)
+            self.copy_to(buffer.data_ptr())
+            return buffer.view(self.dtype).as_strided(self.size, self.stride)
+
+    def copy_to(self, address: int) -> None:
+        """Bring the master's bytes to a host address, on the calling thread."""
+        home = self.home
+        if isinstance(home, MemoryHome):
+            ctypes.memmove(address, home.address, self.span)
+            return
+        staging = Staging(STAGING_BYTES)
+        try:
+            home.file.read_into(address, home.offset, self.span, staging)
+        finally:
+            staging.close()
+
+    def fault(self) -> torch.Tensor:
+        """The value for a read outside the plan: fast memory's while bound, else the master's, counted."""
+        bound = self.bound
+        if bound is not None:
+            with torch.no_grad():
+                return bound.as_strided(self.size, self.stride)
+        self.keeper.count_fault(self)
+        return self.value()
+
+    def keep_alias(self, value: torch.Tensor) -> bool:
+        """Whether a view of a faulted ``value`` may be handed out as it is."""
+        return self.keeper.note_alias(self, value)
+
+    def expose(self) -> torch.Tensor:
+        """A plain tensor over the master's memory for somebody who may write it unseen."""
+        self.keeper.note_exposed(self)
+        return self.memory()
+
+    def plain(self, is_param: bool) -> torch.Tensor:
+        """The value as an ordinary tensor or parameter, as it is pickled."""
+        value = self.value()
+        return nn.Parameter(value, self.original.requires_grad) if is_param else value
+
+    def deepcopy(self, memo: dict[int, Any], is_param: bool) -> torch.Tensor:
+        """An independent copy of the user's parameter (one for all stand-ins of it within one deepcopy)."""
+        if not is_param:
+            return self.value().clone()
+        if id(self.original) not in memo:
+            with torch.inference_mode(False), torch.no_grad():
+                clone = nn.Parameter(self.value().clone(), self.original.requires_grad)
+            if self.original.grad is not None:
+                clone.grad = copy.deepcopy(self.original.grad, memo)
+            memo[id(self.original)] = clone
+        return memo[id(self.original)]  # type: ignore[no-any-return]
+
+    # Writing
+
+    def version(self) -> int:
+        """Autograd's count of in-place writes to the user's parameter; 0 where it keeps none."""
+        return 0 if self.original.is_inference() else self.original._version
+
+    def to_memory(self) -> None:
+        """From now on the master's own memory is the truth; a file's bytes are brought there first."""
+        if isinstance(self.home, FileHome):
+            self.copy_to(self.original.data_ptr())
+            self.home = MemoryHome(self.original.data_ptr(), self.span, self.original)
+
+    def prepare_write(self) -> None:
+        """Called before the master's memory is written."""
+        self.to_memory()
+
+    def written(self) -> None:
+        """Called after the master's memory was written."""
+        if not self.original.is_inference():
+            torch.autograd.graph.increment_version(self.original)
+        self.seen_version = self.version()
+        self.keeper.changed(self)
+
+    def write_back(self, address: int) -> None:
+        """Take the bytes at ``address`` for the new truth."""
+        self.prepare_write()
+        ctypes.memmove(self.original.data_ptr(), address, self.span)
+        self.written()
+
+    def replace(self, value: torch.Tensor) -> None:
+        """``parameter.data = value``: the master becomes another tensor."""
+        if isinstance(value, Absent) and value.master is self:
+            return
+        plain = value.master.memory() if isinstance(value, Absent) else value
+        with torch.inference_mode(False):
+            self.original.data = plain
+        self.keeper.reshaped(self)
+
+    # Showing
+
+    def bind(self, view: torch.Tensor) -> None:
+        """Show a view of fast memory in every slot that still shows the stand-in."""
+        bound = self.bound = make_bound(self, view)
+        absent = self.absent
+        for holder, key in self.slots:
+            if holder[key] is absent:
+                holder[key] = bound
+
+    def unbind(self) -> bool:
+        """Show the stand-in again; False if a slot shows something else by now."""
+        bound, self.bound = self.bound, None
+        absent, ours = self.absent, True
+        for holder, key in self.slots:
+            if holder[key] is bound:
+                holder[key] = absent
+            elif holder[key] is not absent:
+                ours = False
+        return ours

@@ -1,0 +1,101 @@
+"""From what passes showed to the route of the next ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fmstream.core.plan import Costs, Limits, Plan, Prediction
+from fmstream.core.policy import Policy
+from fmstream.core.simulate import load_seconds, simulate
+from fmstream.core.telemetry import Telemetry
+from fmstream.core.trace import Trace
+from fmstream.errors import MemoryBudgetError
+from fmstream.payloads.passes import Route
+
+FIRST_RATE = 1e9
+"""Bytes a second that are assumed before anything was measured."""
+LATENCY_SECONDS = 2e-4
+"""From the issue of a load to its first byte: two thread switches and a system call."""
+GAIN = 0.97
+"""Another plan is worth its reload if it takes less than this share of the present one's time."""
+REFINE_AFTER = (1, 3)
+"""Passes on a route after which its times are taken anew: the traced pass was colder than the others."""
+DRIFT = 0.25
+DRIFT_PASSES = 3
+"""So many passes in a row, each off the prediction by more than that share, call for new times."""
+
+
+class Meter:
+    """The link's rate as it was last measured, by which plans are made."""
+
+    def __init__(self) -> None:
+        self.costs = Costs(FIRST_RATE, LATENCY_SECONDS)
+
+    def look(self, telemetry: Telemetry) -> tuple[float, int]:
+        """Busy seconds and bytes so far."""
+        return telemetry.link_seconds, telemetry.link_bytes
+
+    def update(self, telemetry: Telemetry, since: tuple[float, int]) -> None:
+        """Take the rate since an earlier look, if enough was moved to tell."""
+        seconds, num_bytes = telemetry.link_seconds - since[0], telemetry.link_bytes - since[1]
+        if num_bytes > 0 and seconds > 1e-6:
+            self.costs = Costs(num_bytes / seconds, LATENCY_SECONDS)
+
+
+class Planner:
+    """Makes routes from traces under fixed limits."""
+
+    def __init__(self, policy: Policy, limits: Limits, meter: Meter) -> None:
+        self.policy = policy
+        self.limits = limits
+        self.meter = meter
+        self._off = 0
+
+    def make(self, trace: Trace, pinned: frozenset[int]) -> Route | None:
+        """A first route for a trace; None where no plan fits, so that passes go on loading on demand."""
+        limits = replace(self.limits, pinned=pinned & trace.params)
+        try:
+            return Route(trace, self.policy(trace, limits, self.meter.costs))
+        except MemoryBudgetError:
+            return None
+
+    def is_due(self, route: Route, seconds: float) -> bool:
+        """Whether the last pass on a route calls for new times."""
+        predicted = route.predicted.seconds
+        self._off = self._off + 1 if abs(seconds - predicted) > DRIFT * predicted else 0
+        if route.num_passes in REFINE_AFTER:
+            return True
+        if self._off >= DRIFT_PASSES:
+            self._off = 0
+            return True
+        return False
+
+    def improve(self, route: Route, trace: Trace, pinned: frozenset[int]) -> Route | None:
+        """The route with a prediction from newer times, or a new one where that is clearly faster."""
+        predicted = self.predict(route.plan, trace)
+        better = self.make(trace, pinned)
+        if better is not None and better.predicted.seconds < GAIN * predicted.seconds:
+            better.num_passes = route.num_passes
+            return better
+        kept = Route(trace, route.plan, predicted)
+        kept.num_passes = route.num_passes
+        return kept
+
+    def predict(self, plan: Plan, trace: Trace) -> Prediction:
+        """What a plan takes under the present costs."""
+        costs = self.meter.costs
+        if not plan.units:
+            return replace(plan.predicted, seconds=trace.seconds, compute=trace.seconds, bound=trace.seconds)
+        seconds = simulate(
+            trace,
+            plan.units,
+            window_bytes=plan.window_bytes,
+            page_bytes=self.limits.page_bytes,
+            costs=costs,
+            lookahead=plan.lookahead,
+            wrap=plan.wrap,
+        )
+        link = sum(load_seconds(unit.num_bytes, costs) for unit in plan.units)
+        free = trace.between if plan.wrap else 0.0
+        regime = "compute-bound" if trace.seconds >= link else "link-bound"
+        return Prediction(seconds, trace.seconds, link, max(trace.seconds, link - free), regime)

@@ -1,0 +1,471 @@
+"""A session: some modules stream from `open` to `close`.  It joins the actors and follows every pass."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmstream.actors.compute import Executor
+from fmstream.actors.prefetch import PrefetchActor
+from fmstream.actors.scheduler import Scheduler
+from fmstream.config import StreamConfig
+from fmstream.core.arena import choose_page_bytes, num_pages
+from fmstream.core.plan import Limits, Plan
+from fmstream.core.policy import Policy
+from fmstream.core.telemetry import PassRecord, Telemetry
+from fmstream.device.device import open_device
+from fmstream.device.homes import FileHome
+from fmstream.errors import CancelledRun, ForkedError, StreamError
+from fmstream.payloads import budget, saved
+from fmstream.payloads.passes import Pass, Route
+from fmstream.payloads.planner import Meter, Planner
+from fmstream.payloads.sites import Site
+from fmstream.payloads.weights import Weights
+from fmstream.policies import get as get_policy
+
+SMALL_SHARE = 0.05
+"""A root whose weights are below this share of the memory borrows free frames instead of taking the arena over."""
+MAX_ROUTES = 8
+"""Routes kept for each root; the oldest is dropped."""
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class Root:
+    """What is known of an outermost module."""
+
+    site: Site
+    num_bytes: int
+    routes: dict[Any, Route] = field(default_factory=dict)
+    latest: Any = None
+    pending: Future[Route | None] | None = None
+    pending_key: Any = None
+    ended: float = 0.0
+    between: float = 0.0
+
+    def route(self, key: Any) -> Route | None:
+        """The route for a kind of call, else the latest one."""
+        return self.routes.get(key) or self.routes.get(self.latest)
+
+    def settle(self) -> None:
+        """Take the route that the scheduler has made."""
+        if self.pending is None:
+            return
+        route, self.pending = self.pending.result(), None
+        if route is not None:
+            self.routes.pop(self.pending_key, None)
+            while len(self.routes) >= MAX_ROUTES:
+                self.routes.pop(next(iter(self.routes)))
+            self.routes[self.pending_key] = route
+            self.latest = self.pending_key
+
+
+class Session:
+    """Streams the weights of some modules until it is closed.
+
+    Raises:
+        ConfigError: an option, or a parameter, cannot be used.
+        MemoryBudgetError: the memory is too small for the largest module.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        config: StreamConfig,
+        publish: Callable[[Telemetry], None] | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        self.config = config
+        self.policy: Policy = get_policy(config.policy)
+        self.device = open_device(config.device)
+        self.telemetry = telemetry or Telemetry()
+        self.telemetry.policy = config.policy
+        self.telemetry.device = str(self.device.torch_device)
+        self.weights = Weights(roots, self.device.torch_device, self.telemetry)
+        self.lock = threading.RLock()
+        self.current: Pass | None = None
+        self.closed = False
+        self.forked = False
+        self.failure: BaseException | None = None
+        self.resident_plan: Plan | None = None
+        self._close_requested = False
+        self._publish = publish
+        self._locks: list[threading.RLock] = [self.lock]  # type: ignore[valid-type]
+        self._roots: dict[int, Root] = {}
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._storages: set[int] = set()
+        self._executor: Executor | None = None
+        self._prefetch: PrefetchActor | None = None
+        self._scheduler: Scheduler | None = None
+        self._meter = Meter()
+        self._spilled = False
+
+    # Opening and closing
+
+    def open(self) -> None:
+        """Put the modules into streaming.  They are as before if this fails."""
+        try:
+            self._survey()
+            self._share_locks()
+            _sessions.add(self)
+        except BaseException:
+            self._teardown()
+            raise
+
+    def _survey(self) -> None:
+        """Find parameters, decide what fits, and install what is needed."""
+        weights, telemetry = self.weights, self.telemetry
+        found = weights.survey()
+        totals = budget.measure(found, weights.roots)
+        memory = budget.resolve(self.config, totals)
+        telemetry.weights_bytes = totals.weights_bytes
+        telemetry.kept_bytes = totals.kept_bytes
+        telemetry.smallest_bytes = totals.smallest_bytes
+        telemetry.memory_bytes = memory
+        for name, num_bytes, reason in found.kept:
+            if num_bytes:
+                telemetry.notes.append(f"{name} ({num_bytes} bytes) stays in place: {reason}")
+        self._storages = {m.original.untyped_storage().data_ptr() for m in weights.masters}
+        fits = totals.fits(memory)
+        if self.config.spill_dir is not None and not self._spilled and not fits:
+            weights.spill(os.fspath(self.config.spill_dir))
+            self._spilled = True
+        if fits:
+            self._let_ram_be()
+        telemetry.file_bytes = sum(m.span for m in weights.masters if isinstance(m.home, FileHome))
+        telemetry.ram_bytes = telemetry.weights_bytes - telemetry.file_bytes - telemetry.kept_bytes
+        self.resident_plan = budget.all_resident(self.config.policy, weights) if fits else None
+        self._roots.clear()
+        if fits and not weights.masters:
+            telemetry.notes.append("all weights fit in the memory given: nothing is streamed")
+            self._wrap_roots()
+            return
+        self._start_actors(sum(weights.sizes) if fits else memory - totals.kept_bytes)
+        weights.install()
+        for site in weights.sites:
+            self._wrap(site)
+
+    def _let_ram_be(self) -> None:
+        """Where all fits, a master in RAM is used as it is; only files are brought in."""
+        weights = self.weights
+        in_ram = {id(m.original) for m in weights.masters if not isinstance(m.home, FileHome)}
+        if in_ram:
+            before = set(weights.in_place)
+            weights.in_place |= in_ram
+            weights.survey()
+            weights.in_place = before
+
+    def _start_actors(self, memory: int) -> None:
+        config = self.config
+        total = sum(self.weights.sizes)
+        page_bytes = choose_page_bytes(max(1, min(memory, total)))
+        frames = num_pages(total, page_bytes) if memory >= total else memory // page_bytes
+        if self._prefetch is None:
+            self._prefetch = PrefetchActor(config.num_workers, config.staging_bytes, self.telemetry)
+        self._executor = Executor(
+            self.weights, self.device, self._prefetch, self.telemetry, frames * page_bytes, page_bytes
+        )
+        self.weights.executor = self._executor
+        limits = Limits(
+            memory_bytes=frames * page_bytes,
+            page_bytes=page_bytes,
+            lookahead=None if config.prefetch_window == "auto" else config.prefetch_window,
+            unit_bytes=config.unit_bytes,
+        )
+        self.planner = Planner(self.policy, limits, self._meter)
+        if self._scheduler is None:
+            publish = None if self._publish is None else lambda: self._publish(self.telemetry)  # type: ignore[misc]
+            self._scheduler = Scheduler(self.telemetry, publish, self._scheduler_failed)
+            self._scheduler.start()
+
+    def _scheduler_failed(self, error: BaseException) -> None:
+        if self._executor is not None:
+            self._executor.stop_reason = error
+
+    def _share_locks(self) -> None:
+        """Take the lock of every session that holds some of the same memory, in an order that all agree on."""
+        others = [s for s in list(_sessions) if s is not self and not s.closed and s._storages & self._storages]
+        self._locks = sorted({id(s.lock): s.lock for s in (self, *others)}.values(), key=id)
+
+    def close(self) -> None:
+        """Restore the modules and stop the actors.  Idempotent; within a pass it takes effect at its end."""
+        if self.forked:
+            return
+        with self.lock:
+            if self.current is not None:
+                self._close_requested = True
+                return
+            self._teardown()
+
+    def _teardown(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.telemetry.ended = time.perf_counter()
+        _sessions.discard(self)
+        try:
+            self._withdraw()
+        finally:
+            if self._prefetch is not None:
+                self._prefetch.close()
+            if self._scheduler is not None:
+                self._scheduler.close()
+            self.weights.unspill()
+            self.weights.close_files()
+
+    def _withdraw(self) -> None:
+        """Take everything out of the modules again."""
+        for module, before in self._wrapped:
+            if before is None:
+                module.__dict__.pop("_compiled_call_impl", None)
+            else:
+                module.__dict__["_compiled_call_impl"] = before
+        self._wrapped.clear()
+        self.weights.uninstall()
+        if self._executor is not None:
+            self._executor.close()
+
+    def cancel(self, reason: str = "the run was cancelled") -> None:
+        """Let the run end at its next call or wait, with `CancelledRun`.  May be called from any thread."""
+        if self._executor is not None:
+            self._executor.stop_reason = CancelledRun(reason)
+
+    # Calls
+
+    def _wrap_roots(self) -> None:
+        for index, (name, module) in enumerate(self.weights.roots.items()):
+            self._wrap(Site(index, name, module))
+
+    def _wrap(self, site: Site) -> None:
+        """See the calls of a module from outside all its hooks, and leave its ``forward`` alone."""
+        module = site.module
+        before = module.__dict__.get("_compiled_call_impl")
+        plain = module._call_impl if before is None else before
+        get_ident = threading.get_ident
+        session = self
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            current = session.current
+            if current is None or current.thread != get_ident():
+                return session.outermost(site, plain, args, kwargs)
+            if current.light:
+                return plain(*args, **kwargs)
+            token = current.enter(site)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                current.leave(token)
+
+        self._wrapped.append((module, before))
+        module.__dict__["_compiled_call_impl"] = call
+
+    def outermost(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a module that no other streamed module is calling: one pass."""
+        if self.forked:
+            raise ForkedError(
+                f"{site.name or type(site.module).__name__!r} streams in the process that this one was forked from: "
+                "close the handle before forking, or open one in the child"
+            )
+        with ExitStack() as locks:
+            for lock in self._locks:
+                locks.enter_context(lock)
+            if self.closed:
+                return plain(*args, **kwargs)
+            if self._executor is None:
+                return self._watched(site, plain, args, kwargs)
+            try:
+                return self._pass(site, plain, args, kwargs)
+            except StreamError as error:
+                self.failure = error
+                self._teardown()
+                raise
+            finally:
+                if self._close_requested:
+                    self._teardown()
+
+    def _watched(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A pass with nothing to stream."""
+        began = time.perf_counter()
+        result = plain(*args, **kwargs)
+        ended = time.perf_counter()
+        self.telemetry.passes.append(
+            PassRecord(self._name(site), self.config.policy, began, ended, ended - began, 0.0, 0, 0, 0)
+        )
+        return result
+
+    def _pass(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        executor, weights = self._executor, self.weights
+        assert executor is not None
+        if weights.structure_changed():
+            site = self._resurvey(site)
+            executor = self._executor
+            if executor is None:
+                return self._watched(site, plain, args, kwargs)
+        try:
+            self.current = current = self._begin(site, args, kwargs)
+            try:
+                if torch.is_inference_mode_enabled():
+                    result = self._call(current, site, plain, args, kwargs)
+                else:
+                    with saved.hooks(lambda: executor.slab, weights.bound_at, weights.begin_graph):
+                        result = self._call(current, site, plain, args, kwargs)
+            finally:
+                weights.end_graph()
+            self._finish(current)
+            return result
+        except BaseException:
+            executor.abort_pass()
+            weights.settle_aliases()
+            raise
+        finally:
+            weights.stack.clear()
+            self.current = None
+
+    def _call(self, current: Pass, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if current.light:
+            return plain(*args, **kwargs)
+        token = current.enter(site)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            current.leave(token)
+
+    def _resurvey(self, site: Site) -> Site:
+        """The modules changed: restore them, look again, and go on with new plans."""
+        self._withdraw()
+        self._executor = None
+        self.weights.executor = None
+        self.weights.changed_shape = False
+        self._survey()
+        self._share_locks()
+        self.telemetry.replans += 1
+        for known in self.weights.sites:
+            if known.module is site.module:
+                return known
+        return Site(-1, site.name, site.module)
+
+    # One pass
+
+    def _begin(self, site: Site, args: Any, kwargs: dict[str, Any]) -> Pass:
+        executor, weights = self._executor, self.weights
+        assert executor is not None
+        weights.refresh_masters()
+        weights.fault_bytes = 0
+        self._key = _kind(args, kwargs)
+        self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
+        root = self._root(site)
+        began = time.perf_counter()
+        root.between = began - root.ended if root.ended else 0.0
+        if self.resident_plan is not None:
+            if executor.plan is not self.resident_plan:
+                executor.activate(self.resident_plan)
+            executor.bind_residents()
+            return Pass(weights, executor, site, None, light=True)
+        root.settle()
+        route = root.route(self._key)
+        if route is not None:
+            if executor.plan is not route.plan:
+                executor.activate(route.plan)
+        elif executor.plan is not None and root.num_bytes <= SMALL_SHARE * executor.num_frames * executor.page_bytes:
+            executor.leave_plan()
+        elif executor.plan is not None or executor.num_loaded:
+            executor.activate(None)
+        executor.bind_residents()
+        return Pass(weights, executor, site, route)
+
+    def _root(self, site: Site) -> Root:
+        root = self._roots.get(site.index)
+        if root is None:
+            inside = {id(p) for p in site.module.parameters()}
+            absent = {id(m.absent) for m in self.weights.masters}
+            params = inside & absent
+            sizes = {id(m.absent): m.num_bytes for m in self.weights.masters}
+            root = self._roots[site.index] = Root(site, sum(sizes[p] for p in params))
+        return root
+
+    def _finish(self, current: Pass) -> None:
+        executor, weights, telemetry = self._executor, self.weights, self.telemetry
+        assert executor is not None
+        current.finish()
+        on_route = current.route is not None and current.on_route
+        executor.end_pass()
+        ended = time.perf_counter()
+        weights.settle_aliases()
+        root = self._root(current.root)
+        root.ended = ended
+        streamed, seen = self._before
+        plan = executor.plan
+        telemetry.passes.append(
+            PassRecord(
+                root=self._name(current.root),
+                policy=self.config.policy if on_route or current.light else "trace",
+                start=current.began,
+                end=ended,
+                compute_seconds=ended - current.began - current.waited,
+                wait_seconds=current.waited,
+                streamed_bytes=executor.streamed_bytes - streamed,
+                resident_bytes=executor.resident_bytes,
+                window_bytes=plan.window_bytes if plan is not None else 0,
+                fault_bytes=weights.fault_bytes,
+                predicted=current.route.predicted if current.route is not None and on_route else None,
+            )
+        )
+        if current.light:
+            return
+        self._meter.update(telemetry, seen)
+        self._learn(root, current, on_route)
+
+    def _learn(self, root: Root, current: Pass, on_route: bool) -> None:
+        """Decide whether this pass calls for another plan, and let the scheduler make it."""
+        weights, scheduler = self.weights, self._scheduler
+        assert scheduler is not None
+        if weights.learned:
+            weights.learned = False
+            root.routes.clear()
+            return
+        route, pinned = current.route, frozenset(weights.pinned)
+        if route is None or not on_route:
+            trace = current.trace(root.between)
+            if not trace.calls:
+                return
+            work: Callable[[], Route | None] = lambda: self.planner.make(trace, pinned)  # noqa: E731
+        else:
+            route.num_passes += 1
+            if not self.planner.is_due(route, self.telemetry.passes[-1].seconds) or current.skipped:
+                return
+            trace = current.trace(root.between)
+            work = lambda: self.planner.improve(route, trace, pinned)  # noqa: E731
+        self.telemetry.replans += 1
+        root.pending, root.pending_key = scheduler.submit(work), self._key
+
+    def _name(self, site: Site) -> str:
+        return site.name or type(site.module).__name__
+
+
+def _kind(args: Any, kwargs: dict[str, Any]) -> Any:
+    """What tells one kind of call from another: which arguments are given, and flags among them."""
+
+    def describe(value: Any) -> Any:
+        return value if value is None or isinstance(value, bool | str) else type(value)
+
+    return (tuple(map(describe, args)), tuple((key, describe(kwargs[key])) for key in sorted(kwargs)))
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_sessions):
+        session.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

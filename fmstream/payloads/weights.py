@@ -1,0 +1,318 @@
+"""The payload of weights: shows parameters in fast memory, and keeps every master true."""
+
+from __future__ import annotations
+
+import bisect
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmstream.actors.compute import Executor
+from fmstream.actors.prefetch import Piece
+from fmstream.core.telemetry import Telemetry
+from fmstream.device.device import Slab
+from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
+from fmstream.device.spill import SpillFile
+from fmstream.payloads.absent import Bound
+from fmstream.payloads.master import Master
+from fmstream.payloads.sites import Site, Survey, survey
+
+MIN_SPILL_BYTES = 4096
+"""Parameters smaller than this stay in RAM when the others are spilled."""
+
+
+class Weights:
+    """All parameters of some modules.  One pass at a time shows them; the rest of the time they are stand-ins.
+
+    It is the executor's payload and the masters' keeper.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], device: torch.device, telemetry: Telemetry) -> None:
+        self.roots = dict(roots)
+        self.device = device
+        self.telemetry = telemetry
+        self.executor: Executor | None = None
+        self.sites: list[Site] = []
+        self.masters: list[Master] = []
+        self.sizes: Sequence[int] = ()
+        self.stack: list[Site] = []
+        """Modules that are being called, innermost last."""
+        self.learned = False
+        """Whether a site was seen to read a parameter that it did not bind, or one was pinned."""
+        self.changed_shape = False
+        """Whether the modules are no longer what was surveyed."""
+        self.pinned: set[int] = set()
+        self.in_place: set[int] = set()
+        self.fault_bytes = 0
+        self._watch_grads = False
+        self._exposed: set[int] = set()
+        self._aliases: list[tuple[Master, torch.Tensor, int]] = []
+        self._files = FileSet()
+        self._spill: SpillFile | None = None
+        self._spilled: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+
+    # Coming and going
+
+    def survey(self) -> Survey:
+        """Find the parameters and where their masters lie; changes nothing in the modules."""
+        found = survey(self.roots, self.device, self, self.in_place)
+        mappings = Mappings.snapshot()
+        for master in found.masters:
+            address = master.original.data_ptr()
+            place = mappings.find(address, master.span)
+            if place is not None and not dirty(address, master.span):
+                master.home = FileHome(self._files.open(place[0]), place[1], master.span)
+        self.masters = found.masters
+        self.sites = found.sites
+        self.sizes = [master.num_bytes for master in found.masters]
+        self.pinned.clear()
+        return found
+
+    def spill(self, directory: str) -> None:
+        """Write masters that lie in RAM to one file in ``directory``, and let it be their home.
+
+        The modules are as before if this fails.
+        """
+        chosen = [m for m in self.masters if isinstance(m.home, MemoryHome) and m.span >= MIN_SPILL_BYTES]
+        if not chosen:
+            return
+        spill = SpillFile(directory)
+        try:
+            offsets = [spill.append(m.original.data_ptr(), m.span) for m in chosen]
+            spill.finish()
+            file = self._files.open(spill.path)
+            mapped = [spill.map(offset, m.span) for m, offset in zip(chosen, offsets, strict=True)]
+        except BaseException:
+            self._files.close()
+            spill.close()
+            raise
+        self._spill = spill
+        with torch.inference_mode(False), torch.no_grad():
+            for master, offset, flat in zip(chosen, offsets, mapped, strict=True):
+                master.original.data = flat.view(master.dtype).as_strided(master.size, master.stride)
+                master.home = FileHome(file, offset, master.span)
+                self._spilled.append((master.original, master.original.detach()))
+
+    def install(self) -> None:
+        """Put the stand-ins into the modules."""
+        for master in self.masters:
+            for holder, key in master.slots:
+                holder[key] = master.absent
+        self._structure = [
+            (holder, tuple(holder.values()))
+            for root in self.roots.values()
+            for module in root.modules()
+            for holder in (module._parameters, module._modules)
+        ]
+
+    def uninstall(self) -> None:
+        """Put the user's parameters back wherever a stand-in, or what it showed, still stands."""
+        for master in self.masters:
+            mine = (master.absent, master.bound)
+            for holder, key in master.slots:
+                present = holder.get(key) if isinstance(holder, dict) else holder[key]
+                if present is not None and any(present is tensor for tensor in mine):
+                    holder[key] = master.original
+            master.bound = None
+        self._structure = []
+
+    def unspill(self) -> None:
+        """Bring spilled masters back to RAM and delete the file."""
+        with torch.inference_mode(False), torch.no_grad():
+            for original, mapped in self._spilled:
+                if original.data_ptr() == mapped.data_ptr():
+                    original.data = original.detach().clone(memory_format=torch.preserve_format)
+        self._spilled.clear()
+        if self._spill is not None:
+            self._spill.close()
+            self._spill = None
+
+    def close_files(self) -> None:
+        """Close every file that masters were read from."""
+        self._files.close()
+
+    def structure_changed(self) -> bool:
+        """Whether a parameter or a child of any module was replaced, added or removed."""
+        if self.changed_shape:
+            return True
+        for holder, expected in self._structure:
+            if len(holder) != len(expected):
+                return True
+            for value, known in zip(holder.values(), expected, strict=True):
+                if value is not known:
+                    return True
+        return False
+
+    # Keeping masters true
+
+    def refresh_masters(self) -> None:
+        """Notice writes that went past the stand-ins: to the user's own parameter objects, or through aliases."""
+        for master in self.masters:
+            original = master.original
+            if not original.is_inference() and original._version != master.seen_version:
+                master.seen_version = original._version
+                self._written_unseen(master)
+        for index in list(self._exposed):
+            master = self.masters[index]
+            if isinstance(master.home, MemoryHome) or dirty(master.original.data_ptr(), master.span):
+                self._written_unseen(master)
+
+    def _written_unseen(self, master: Master) -> None:
+        # The memory holds the change, so it is the truth: no file is read over it.
+        master.home = MemoryHome(master.original.data_ptr(), master.span, master.original)
+        self.changed(master)
+
+    def write_back_bound(self) -> None:
+        """Bring in-place writes to bound parameters to their masters, and keep these resident from now on."""
+        slab = self.executor.slab if self.executor is not None else None
+        if slab is None or not slab.was_written():
+            return
+        for master in self.masters:
+            if master.bound is None:
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                offset = master.bound.storage_offset() * master.dtype.itemsize
+                truth = torch.empty(master.span, dtype=torch.uint8)
+                master.copy_to(truth.data_ptr())
+                if not torch.equal(slab.tensor[offset : offset + master.span], truth):
+                    master.write_back(slab.address + offset)
+                    self._pin(master.index)
+
+    def settle_aliases(self) -> None:
+        """Bring writes through views of faulted values to their masters."""
+        for master, value, version in self._aliases:
+            if value._version != version:
+                master.write_back(value.data_ptr())
+        self._aliases.clear()
+
+    def _pin(self, index: int) -> None:
+        if index not in self.pinned:
+            self.pinned.add(index)
+            self.learned = True
+
+    # The masters' keeper
+
+    def count_fault(self, master: Master) -> None:
+        """Count it; inside a pass its reader is one that binds the parameter from now on."""
+        reader = self.stack[-1] if self.stack else None
+        name = reader.name if reader is not None else "outside any forward"
+        counted = self.telemetry.faults.setdefault((master.name, name or "the module itself"), [0, 0])
+        counted[0] += 1
+        counted[1] += master.span
+        self.fault_bytes += master.span
+        if reader is not None and master.index not in reader.params:
+            reader.params.append(master.index)
+            self.learned = True
+
+    def note_alias(self, master: Master, value: torch.Tensor) -> bool:
+        """Within a pass a view of the value is as good as one of the master: writes to it are brought back."""
+        if self.stack:
+            self._aliases.append((master, value, value._version))
+            return True
+        if isinstance(master.home, MemoryHome) and value.data_ptr() == master.home.address:
+            self.note_exposed(master)
+            return True
+        return False
+
+    def note_exposed(self, master: Master) -> None:
+        """Look at this master's memory before every pass."""
+        self._exposed.add(master.index)
+
+    def changed(self, master: Master) -> None:
+        """Renew copies in fast memory."""
+        if self.executor is not None:
+            self.executor.refresh(master.index)
+
+    def reshaped(self, master: Master) -> None:
+        """Survey again before the next pass."""
+        self.changed_shape = True
+        if master.original.shape == master.size and master.original.dtype == master.dtype:
+            master.stride = master.original.stride()
+            master.home = MemoryHome(master.original.data_ptr(), master.span, master.original)
+
+    # Gradients
+
+    def begin_graph(self) -> None:
+        """A graph is being built in a pass that began without one: parameters in it must get their gradients."""
+        if not self._watch_grads:
+            self._watch_grads = True
+            for master in self.masters:
+                master.watch_grad()
+
+    def end_graph(self) -> None:
+        """The pass is over."""
+        self._watch_grads = False
+
+    def bound_at(self, offset: int) -> Master | None:
+        """The parameter that is shown at a byte offset of the slab."""
+        for master in self.masters:
+            if master.bound is not None:
+                start = master.bound.storage_offset() * master.dtype.itemsize
+                if start <= offset < start + master.num_bytes:
+                    return master
+        return None
+
+    # The executor's payload
+
+    def pieces(self, param: int, address: int) -> Iterable[Piece]:
+        """One copy of the whole span."""
+        master = self.masters[param]
+        return (Piece(master.home, 0, address, master.span),)
+
+    def bind(self, param: int, offset: int) -> None:
+        """Show a view of the slab."""
+        master = self.masters[param]
+        assert self.executor is not None
+        assert self.executor.slab is not None
+        view = self.executor.slab.typed(master.dtype)
+        master.bind(view.as_strided(master.size, master.stride, offset // master.dtype.itemsize))
+        if self._watch_grads:
+            master.watch_grad()
+
+    def unbind(self, param: int) -> None:
+        """Show the stand-in again; an in-place write is brought to the master first."""
+        master = self.masters[param]
+        if master.bound is None:
+            return
+        self.write_back_bound()
+        if not master.unbind():
+            self.changed_shape = True
+
+    def rewrite(self, param: int, address: int) -> None:
+        """Copy the master's present bytes over a copy in fast memory."""
+        self.masters[param].copy_to(address)
+
+    def escaped(self, params: Sequence[int]) -> None:
+        """Keep these resident: a tensor that outlived their use looks into them."""
+        for param in params:
+            self._pin(param)
+
+    def outlived(self, slab: Slab, runs: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
+        """Leave parameters in place from now on that somebody looks into after the pass.
+
+        ``runs`` are (byte offset in the slab, params, offsets within the run).
+        """
+        places = sorted(
+            (start + offset, param) for start, params, offsets in runs for param, offset in zip(params, offsets, strict=True)
+        )
+        starts = [start for start, _ in places]
+        for tensor in gc.get_objects():
+            if type(tensor) in _TENSOR_TYPES and shares(tensor, slab):
+                at = bisect.bisect_right(starts, tensor.data_ptr() - slab.address) - 1
+                if at >= 0:
+                    self.in_place.add(id(self.masters[places[at][1]].original))
+                    self.changed_shape = True
+
+
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter, Bound)
+
+
+def shares(tensor: torch.Tensor, slab: Slab) -> bool:
+    """Whether a tensor looks into the slab, other than through the slab's own whole views."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or slab.owns(tensor):
+        return False
+    return tensor.untyped_storage().data_ptr() == slab.address
