@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench.<name>` from the repository root."""
+"""Benchmarks: `python -m bench NAME` from the repository root."""

@@ -18,7 +18,7 @@ from fmstream.core.pages import PageTable
 from fmstream.core.plan import Plan
 from fmstream.core.ring import Record
 from fmstream.core.telemetry import Span, Telemetry
-from fmstream.device.device import Device, Slab
+from fmstream.device.device import Device, Part, Slab
 from fmstream.errors import CancelledRun, MemoryBudgetError, StreamError
 
 POLL_SECONDS = 0.1
@@ -37,11 +37,11 @@ class Payload(Protocol):
     def pieces(self, param: int, address: int) -> Iterable[Piece]:
         """The copies that bring a parameter to ``address``."""
 
-    def bind(self, param: int, offset: int) -> None:
-        """Show the bytes at ``offset`` of the slab as the parameter."""
+    def bind(self, param: int, part: Part, offset: int) -> None:
+        """Show the bytes at ``offset`` of ``part`` as the parameter."""
 
-    def unbind(self, param: int) -> None:
-        """Show the stand-in again."""
+    def unbind(self, params: Sequence[int], part: Part) -> None:
+        """Show the stand-ins again; ``part`` is what they were bound to."""
 
     def rewrite(self, param: int, address: int) -> None:
         """Copy the master's present bytes to ``address``."""
@@ -49,8 +49,8 @@ class Payload(Protocol):
     def escaped(self, params: Sequence[int]) -> None:
         """Some of these are aliased by a tensor that outlived their use."""
 
-    def outlived(self, slab: Slab, runs: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
-        """Some of these are aliased by a tensor that outlived the pass: (byte offset, params, offsets) each."""
+    def outlived(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
+        """Some of these are aliased by a tensor that outlived the pass; ``offsets`` are theirs in ``part``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Loaded:
     run: Run
     frame: int
     ticket: int
+    part: Part
     position: int | None = None
     """Place in the window; None for residents and demand loads."""
     bound: bool = False
@@ -123,8 +124,6 @@ class Executor:
         self._ahead: deque[Loaded] = deque()
         self._demanded: list[Loaded] = []
         self._held: list[Loaded] = []
-        self._num_bound = 0
-        self._num_aliases = 0
 
     # Plans
 
@@ -249,11 +248,10 @@ class Executor:
         """The master of ``param`` changed: bring the change to every copy in fast memory."""
         for loaded in self._everything():
             run = loaded.run
-            if param in run.params and self.slab is not None:
+            if param in run.params:
                 if loaded.ticket in self._pending:
                     self._collect(lambda loaded=loaded: loaded.ticket not in self._pending)  # type: ignore[misc]
-                offset = run.offsets[run.params.index(param)]
-                self.payload.rewrite(param, self.slab.address + loaded.frame * self.page_bytes + offset)
+                self.payload.rewrite(param, loaded.part.address + run.offsets[run.params.index(param)])
 
     # Demand loads
 
@@ -315,18 +313,19 @@ class Executor:
             self.retire()
         for loaded in list(self._demanded):
             self.release(loaded)
-        if self.residents is not None and self.residents.bound:
+        if self.residents is not None:
             self._unbind(self.residents)
-        if self._aliases() > 0:
-            runs = [
-                (loaded.frame * self.page_bytes, loaded.run.params, loaded.run.offsets)
-                for loaded in (*([self.residents] if self.residents else []), *self._held)
-            ]
-            assert self.slab is not None
-            self.payload.outlived(self.slab, runs)
+        if self._held:
+            self.leave_plan()
+        outlived = [loaded for loaded in self._everything() if not loaded.bound and loaded.part.num_views() > 0]
+        for loaded in outlived:
+            self.payload.outlived(loaded.run.params, loaded.run.offsets, loaded.part)
+        if outlived:
             self._orphan()
-        else:
-            self._let_go()
+            return
+        for loaded in self._held:
+            self._give_back(loaded)
+        self._held.clear()
 
     def abort_pass(self) -> None:
         """After a failure at any point: nothing is shown, nothing is on its way, frames are free."""
@@ -334,19 +333,15 @@ class Executor:
             if loaded.bound:
                 self._unbind(loaded)
         self._cancel(list(self._pending))
-        self._orphan() if self._aliases() > 0 else self._release_all()
+        if any(loaded.part.num_views() > 0 for loaded in self._everything()):
+            self._orphan()
+        self._release_all()
         self._forget()
 
     def _everything(self) -> list[Loaded]:
         """All runs with frames."""
         single = [loaded for loaded in (self.residents, self.current) if loaded is not None]
         return [*single, *self._ahead, *self._demanded, *self._held]
-
-    def _let_go(self) -> None:
-        for loaded in self._held:
-            self._give_back(loaded)
-        self._held.clear()
-        self._num_aliases = 0
 
     def _release_all(self) -> None:
         for loaded in self._everything():
@@ -359,19 +354,14 @@ class Executor:
         for loaded in self._everything():
             if loaded.bound:
                 self._unbind(loaded)
-        if self.slab is not None:
-            self.slab.orphan()
-            self.slab = None
+        self.slab = None
         self._forget()
-        self._slab()
 
     def close(self) -> None:
         """Stop what is on its way and drop the slab.  Idempotent."""
         self._cancel(list(self._pending))
         self._forget()
-        if self.slab is not None:
-            self.slab.close()
-            self.slab = None
+        self.slab = None
 
     # Loads
 
@@ -383,8 +373,9 @@ class Executor:
     def _submit(self, run: Run, frame: int, slab: Slab) -> Loaded:
         self.pages.load(run.start, run.count, frame)
         self._ticket += 1
-        loaded = Loaded(run, frame, self._ticket)
-        base = slab.address + frame * self.page_bytes
+        part = slab.part(frame * self.page_bytes, run.count * self.page_bytes)
+        loaded = Loaded(run, frame, self._ticket, part)
+        base = part.address
         pieces = [
             piece
             for param, offset in zip(run.params, run.offsets, strict=True)
@@ -459,9 +450,7 @@ class Executor:
             for loaded in self._pending.values():
                 self.pages.cancel(loaded.run.start, loaded.run.count)
             self._pending.clear()
-            if self.slab is not None:
-                self.slab.orphan()
-                self.slab = None
+            self.slab = None
             self.plan = None
 
     def _drop(self, loaded: Loaded, *, newest: bool) -> None:
@@ -485,35 +474,25 @@ class Executor:
     # Showing
 
     def _bind(self, loaded: Loaded) -> None:
-        run = loaded.run
+        run, part, bind = loaded.run, loaded.part, self.payload.bind
         self.pages.pin(run.start, run.count)
         loaded.bound = True
-        base = loaded.frame * self.page_bytes
-        bind = self.payload.bind
         for param, offset in zip(run.params, run.offsets, strict=True):
-            bind(param, base + offset)
-            self._num_bound += 1
+            bind(param, part, offset)
 
     def _unbind(self, loaded: Loaded) -> None:
         if not loaded.bound:
             return
-        for param in loaded.run.params:
-            self.payload.unbind(param)
-        self._num_bound -= len(loaded.run.params)
+        self.payload.unbind(loaded.run.params, loaded.part)
         loaded.bound = False
         self.pages.unpin(loaded.run.start, loaded.run.count)
 
-    def _aliases(self) -> int:
-        """Tensors that look into the slab and are not what is shown."""
-        return 0 if self.slab is None else self.slab.num_views() - self._num_bound
-
     def _holds(self, loaded: Loaded) -> bool:
         """Keep a run that somebody still looks into; it must not be overwritten before the pass ends."""
-        aliases, before = self._aliases(), self._num_aliases
-        self._num_aliases = aliases
-        if aliases <= before:
+        if loaded.part.num_views() == 0:
             return False
         self.payload.escaped(loaded.run.params)
+        loaded.position = None
         self._held.append(loaded)
         return True
 
@@ -529,4 +508,4 @@ class Executor:
 
     def statistics(self) -> dict[str, Any]:
         """Frames by state and loads on their way, for checks."""
-        return {"pages": self.pages.counts(), "pending": len(self._pending), "bound": self._num_bound}
+        return {"pages": self.pages.counts(), "pending": len(self._pending), "loaded": self.num_loaded}

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from fmstream.errors import ConfigError
 
+MAX_PARTS = 4096
+"""Parts of a slab that are remembered; making one costs some microseconds."""
 
-class Slab:
-    """One block of fast memory, and typed views of it.
 
-    ``address`` is that of its first byte; ``num_views()`` counts the tensors that look into it besides the slab's
-    own, so that an alias which outlives its use is noticed before the bytes under it change.
+class Part:
+    """A stretch of a slab as tensors that share a storage of their own.
+
+    ``address`` is that of its first byte.  Since no other part has the same storage, ``num_views()`` tells whether a
+    tensor still looks into this very stretch, and ``was_written()`` whether one was written in place.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.address = tensor.data_ptr()
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
-        self._storage: torch.UntypedStorage | None = tensor.untyped_storage()
-        self._own = self._count()
-        self._seen_version = tensor._version
+    __slots__ = ("_own", "_seen_version", "_storage", "_typed", "address", "tensor")
 
-    def was_written(self) -> bool:
-        """Whether an in-place operation wrote any view of it since the last look."""
-        version = self.tensor._version
-        if version == self._seen_version:
-            return False
-        self._seen_version = version
-        return True
+    def __init__(self, tensor: torch.Tensor, address: int) -> None:
+        self.tensor = tensor
+        self.address = address
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._storage = tensor.untyped_storage()
+        self._seen_version = tensor._version
+        self._own = self._count()
 
     def _count(self) -> int:
-        return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
 
     def typed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole slab as a flat tensor of ``dtype``."""
+        """The whole part as a flat tensor of ``dtype``."""
         view = self._typed.get(dtype)
         if view is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -46,27 +45,38 @@ class Slab:
             self._own += 1
         return view
 
+    def num_views(self) -> int:
+        """Tensors that share this memory, other than the part's own."""
+        return self._count() - self._own
+
+    def was_written(self) -> bool:
+        """Whether an in-place operation wrote any view since the last look."""
+        version = self.tensor._version
+        if version == self._seen_version:
+            return False
+        self._seen_version = version
+        return True
+
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one of the slab's own views."""
+        """Whether ``tensor`` is one of the part's own views."""
         return tensor is self.tensor or any(tensor is view for view in self._typed.values())
 
-    def offset_of(self, view: torch.Tensor) -> int:
-        """Byte offset of a view's first element."""
-        return view.storage_offset() * view.element_size()
 
-    def num_views(self) -> int:
-        """Tensors that share this memory, other than the slab's own views."""
-        return self._count() - self._own if self._storage is not None else 0
+class Slab(Protocol):
+    """One block of fast memory.
 
-    def orphan(self) -> None:
-        """Leave the memory to whoever holds a view of it; it is freed with the last one."""
-        self.close()
+    ``address`` is that of its first byte.  Tensors made from it keep the memory alive, so that dropping a slab leaves
+    it to whoever still looks into it.
+    """
 
-    def close(self) -> None:
-        """Drop the slab's own references.  Idempotent."""
-        self._typed.clear()
-        self._storage = None
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+    address: int
+    num_bytes: int
+
+    def part(self, offset: int, num_bytes: int) -> Part:
+        """Tensors over a stretch of it; the same object for the same stretch."""
+
+    def parts(self) -> Iterable[Part]:
+        """All parts that were made."""
 
 
 class Device(Protocol):
@@ -80,16 +90,40 @@ class Device(Protocol):
         """Allocate fast memory, aligned to a memory page."""
 
 
+class CpuSlab:
+    """An anonymous mapping: pages that are never used cost nothing."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = max(num_bytes, mmap.PAGESIZE)
+        self._memory = mmap.mmap(-1, self.num_bytes)
+        self._parts: dict[tuple[int, int], Part] = {}
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def part(self, offset: int, num_bytes: int) -> Part:
+        """Tensors over a stretch of it; the same object for the same stretch."""
+        part = self._parts.get((offset, num_bytes))
+        if part is None:
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            # Never an inference tensor: it may be needed by a backward pass later.
+            with torch.inference_mode(False):
+                tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+            part = self._parts[offset, num_bytes] = Part(tensor, self.address + offset)
+        return part
+
+    def parts(self) -> Iterable[Part]:
+        """All parts that were made."""
+        return self._parts.values()
+
+
 class CpuDevice:
     """Fast memory is an arena in RAM; the slow tier is the checkpoint file."""
 
     torch_device = torch.device("cpu")
 
     def slab(self, num_bytes: int) -> Slab:
-        """Allocate an anonymous mapping: pages that are never used cost nothing."""
-        memory = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
-        with torch.inference_mode(False), torch.no_grad():
-            return Slab(torch.frombuffer(memory, dtype=torch.uint8))
+        """Allocate an arena."""
+        return CpuSlab(num_bytes)
 
 
 def open_device(name: str | torch.device | None) -> Device:

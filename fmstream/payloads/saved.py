@@ -49,7 +49,7 @@ def hooks(
 
     Args:
         slab: the slab in use.
-        bound_at: the parameter that is shown at a byte offset of it.
+        bound_at: gives the parameter that is shown at an address of it.
         on_graph: called whenever a tensor is saved, that is when a graph is being built.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -61,15 +61,12 @@ def hooks(
             memory is not None
             and tensor.layout is torch.strided
             and tensor.device.type != "meta"
-            and tensor.untyped_storage().data_ptr() == memory.address
+            and 0 <= tensor.data_ptr() - memory.address < memory.num_bytes
         ):
-            offset = tensor.storage_offset() * tensor.element_size()
-            master = bound_at(offset)
-            if master is not None:
-                start = memory.offset_of(master.bound)
-                view = SavedView(
-                    master, tensor.dtype, tensor.shape, tensor.stride(), offset - start, master.version()
-                )
+            master = bound_at(tensor.data_ptr())
+            if master is not None and master.bound is not None:
+                offset = tensor.data_ptr() - master.bound.data_ptr()
+                view = SavedView(master, tensor.dtype, tensor.shape, tensor.stride(), offset, master.version())
                 return view if outer is None else (_OUTER, outer[0](view.load()))
         return tensor if outer is None else (_OUTER, outer[0](tensor))
 

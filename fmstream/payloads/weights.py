@@ -13,9 +13,9 @@ from torch import nn
 from fmstream.actors.compute import Executor
 from fmstream.actors.prefetch import Piece
 from fmstream.core.telemetry import Telemetry
-from fmstream.device.device import Slab
+from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
-from fmstream.device.spill import SpillFile
+from fmstream.device.spill import SpillFile  # noqa
 from fmstream.payloads.absent import Bound
 from fmstream.payloads.master import Master
 from fmstream.payloads.sites import Site, Survey, survey
@@ -166,21 +166,20 @@ class Weights:
         master.home = MemoryHome(master.original.data_ptr(), master.span, master.original)
         self.changed(master)
 
-    def write_back_bound(self) -> None:
+    def _write_back(self, params: Sequence[int], part: Part) -> None:
         """Bring in-place writes to bound parameters to their masters, and keep these resident from now on."""
-        slab = self.executor.slab if self.executor is not None else None
-        if slab is None or not slab.was_written():
-            return
-        for master in self.masters:
+        for param in params:
+            master = self.masters[param]
             if master.bound is None:
                 continue
             with torch.inference_mode(False), torch.no_grad():
-                offset = master.bound.storage_offset() * master.dtype.itemsize
+                address = master.bound.data_ptr()
                 truth = torch.empty(master.span, dtype=torch.uint8)
                 master.copy_to(truth.data_ptr())
-                if not torch.equal(slab.tensor[offset : offset + master.span], truth):
-                    master.write_back(slab.address + offset)
-                    self._pin(master.index)
+                offset = address - part.address
+                if not torch.equal(part.tensor[offset : offset + master.span], truth):
+                    master.write_back(address)
+                    self._pin(param)
 
     def settle_aliases(self) -> None:
         """Bring writes through views of faulted values to their masters."""
@@ -247,12 +246,12 @@ class Weights:
         """The pass is over."""
         self._watch_grads = False
 
-    def bound_at(self, offset: int) -> Master | None:
-        """The parameter that is shown at a byte offset of the slab."""
+    def bound_at(self, address: int) -> Master | None:
+        """The parameter that is shown at an address of fast memory."""
         for master in self.masters:
             if master.bound is not None:
-                start = master.bound.storage_offset() * master.dtype.itemsize
-                if start <= offset < start + master.num_bytes:
+                start = master.bound.data_ptr()
+                if start <= address < start + master.num_bytes:
                     return master
         return None
 
@@ -263,24 +262,22 @@ class Weights:
         master = self.masters[param]
         return (Piece(master.home, 0, address, master.span),)
 
-    def bind(self, param: int, offset: int) -> None:
-        """Show a view of the slab."""
+    def bind(self, param: int, part: Part, offset: int) -> None:
+        """Show a view of fast memory."""
         master = self.masters[param]
-        assert self.executor is not None
-        assert self.executor.slab is not None
-        view = self.executor.slab.typed(master.dtype)
-        master.bind(view.as_strided(master.size, master.stride, offset // master.dtype.itemsize))
+        dtype = master.dtype
+        master.bind(part.typed(dtype).as_strided(master.size, master.stride, offset // dtype.itemsize))
         if self._watch_grads:
             master.watch_grad()
 
-    def unbind(self, param: int) -> None:
-        """Show the stand-in again; an in-place write is brought to the master first."""
-        master = self.masters[param]
-        if master.bound is None:
-            return
-        self.write_back_bound()
-        if not master.unbind():
-            self.changed_shape = True
+    def unbind(self, params: Sequence[int], part: Part) -> None:
+        """Show the stand-ins again; in-place writes are brought to the masters first."""
+        if part.was_written():
+            self._write_back(params, part)
+        masters = self.masters
+        for param in params:
+            if masters[param].bound is not None and not masters[param].unbind():
+                self.changed_shape = True
 
     def rewrite(self, param: int, address: int) -> None:
         """Copy the master's present bytes over a copy in fast memory."""
@@ -291,28 +288,20 @@ class Weights:
         for param in params:
             self._pin(param)
 
-    def outlived(self, slab: Slab, runs: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
-        """Leave parameters in place from now on that somebody looks into after the pass.
-
-        ``runs`` are (byte offset in the slab, params, offsets within the run).
-        """
-        places = sorted(
-            (start + offset, param) for start, params, offsets in runs for param, offset in zip(params, offsets, strict=True)
-        )
-        starts = [start for start, _ in places]
+    def outlived(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
+        """Leave parameters in place from now on that somebody looks into after the pass."""
         for tensor in gc.get_objects():
-            if type(tensor) in _TENSOR_TYPES and shares(tensor, slab):
-                at = bisect.bisect_right(starts, tensor.data_ptr() - slab.address) - 1
-                if at >= 0:
-                    self.in_place.add(id(self.masters[places[at][1]].original))
-                    self.changed_shape = True
+            if type(tensor) in _TENSOR_TYPES and _shares(tensor, part):
+                at = bisect.bisect_right(offsets, tensor.data_ptr() - part.address) - 1
+                self.in_place.add(id(self.masters[params[at]].original))
+                self.changed_shape = True
 
 
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, Bound)
 
 
-def shares(tensor: torch.Tensor, slab: Slab) -> bool:
-    """Whether a tensor looks into the slab, other than through the slab's own whole views."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or slab.owns(tensor):
+def _shares(tensor: torch.Tensor, part: Part) -> bool:
+    """Whether a tensor looks into the part, other than through the part's own whole views."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or part.owns(tensor):
         return False
-    return tensor.untyped_storage().data_ptr() == slab.address
+    return tensor.untyped_storage().data_ptr() == part.address

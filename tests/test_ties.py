@@ -1,0 +1,195 @@
+"""One parameter under several names, in one module, several modules or several handles."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import fmstream
+from tests.kit import agree, budget, mlp, noise, same, same_state, streamed, weights_bytes
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, around some layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(50, 32)
+        self.body = mlp()
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.emb(tokens)))
+
+
+TOKENS = torch.arange(14).reshape(2, 7)
+
+
+def test_tied_head_stays_tied_and_takes_edits() -> None:
+    module = Tied().eval()
+    twin = copy.deepcopy(module)
+    with streamed(module) as handle:
+        assert handle.telemetry.weights_bytes == weights_bytes(twin)
+        for _ in range(3):
+            assert module.head.weight is module.emb.weight
+            agree(module, twin, TOKENS)
+        with torch.no_grad():
+            module.emb.weight.add_(1.0)
+            twin.emb.weight.add_(1.0)
+        agree(module, twin, TOKENS, times=2)
+        same_state(module, twin)
+        assert len(list(module.parameters())) == len(list(twin.parameters()))
+    assert module.head.weight is module.emb.weight
+    agree(module, twin, TOKENS)
+
+
+def test_tie_holds_inside_a_pass() -> None:
+    module = Tied().eval()
+    twin = copy.deepcopy(module)
+    seen = []
+
+    def look(_module: nn.Module, _args: object) -> None:
+        seen.append(module.head.weight is module.emb.weight)
+
+    for part in (module.emb, module.body[4], module.head):
+        part.register_forward_pre_hook(look)
+    with streamed(module):
+        agree(module, twin, TOKENS, times=4)
+    assert seen == [True] * 12
+
+
+def test_tied_weight_of_neighbours_at_the_least_memory() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.big = nn.Linear(64, 64, bias=False)
+            self.again = nn.Linear(64, 64, bias=False)
+            self.again.weight = self.big.weight
+            self.body = mlp(6, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.again(self.big(x)))
+
+    module = Both().eval()
+    twin = copy.deepcopy(module)
+    with streamed(module, 0.0):
+        agree(module, twin, noise(2, 64), times=5)
+
+
+def test_one_weight_under_two_names_of_one_module() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(noise(32, 32))
+            self.b = self.a
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.a + x @ self.b
+
+    module = nn.Sequential(Twice(), mlp()).eval()
+    twin = copy.deepcopy(module)
+    with streamed(module) as handle:
+        assert handle.telemetry.weights_bytes == weights_bytes(twin)
+        agree(module, twin, noise(3, 32), times=3)
+        with torch.no_grad():
+            module[0].b.mul_(0.5)
+            twin[0].b.mul_(0.5)
+        assert module[0].a is module[0].b
+        agree(module, twin, noise(3, 32), times=2)
+    assert module[0].a is module[0].b
+
+
+def test_one_module_at_two_places() -> None:
+    shared = nn.Linear(32, 32)
+    module = nn.Sequential(shared, *mlp(), shared, *mlp(seed=1), shared).eval()
+    twin = copy.deepcopy(module)
+    with streamed(module) as handle:
+        assert handle.telemetry.weights_bytes == weights_bytes(twin)
+        agree(module, twin, noise(3, 32), times=5)
+        assert list(module.state_dict()) == list(twin.state_dict())
+
+
+def test_weight_shared_by_two_models_of_one_handle() -> None:
+    first, second = mlp(), mlp(seed=1)
+    second[4].weight = first[2].weight
+    twins = copy.deepcopy([first, second])
+    models = {"first": first, "second": second}
+    with streamed(models) as handle:
+        assert handle.telemetry.weights_bytes == weights_bytes({"first": twins[0], "second": twins[1]})
+        for _ in range(3):
+            agree(first, twins[0], noise(2, 32))
+            agree(second, twins[1], noise(2, 32))
+        with torch.no_grad():
+            second[4].weight.zero_()
+            twins[1][4].weight.zero_()
+        agree(first, twins[0], noise(2, 32))
+        agree(second, twins[1], noise(2, 32))
+    assert second[4].weight is first[2].weight
+
+
+def test_weight_shared_by_models_of_two_handles() -> None:
+    first, second = mlp(), mlp(seed=1)
+    second[4].weight = first[2].weight
+    original = first[2].weight
+    twins = copy.deepcopy([first, second])
+    with streamed(first):
+        with streamed(second):
+            for _ in range(2):
+                agree(first, twins[0], noise(2, 32))
+                agree(second, twins[1], noise(2, 32))
+            with torch.no_grad():
+                first[2].weight.add_(0.25)
+                twins[0][2].weight.add_(0.25)
+            agree(second, twins[1], noise(2, 32), times=2)
+            agree(first, twins[0], noise(2, 32), times=2)
+        assert second[4].weight is original
+        agree(second, twins[1], noise(2, 32))
+        agree(first, twins[0], noise(2, 32))
+    assert first[2].weight is original
+
+
+def test_parts_shared_by_two_pipelines_are_handed_over_and_back() -> None:
+    class Pipe:
+        def __init__(self, **components: nn.Module) -> None:
+            self.components = components
+
+        def __call__(self, x: Tensor) -> Tensor:
+            for part in self.components.values():
+                x = part(x)
+            return x
+
+    text, unet = mlp(), mlp(seed=1)
+    one, two = Pipe(text=text, unet=unet), Pipe(unet=unet, text=text)
+    twin_text, twin_unet = copy.deepcopy(text), copy.deepcopy(unet)
+    memory = budget(one)
+    x = noise(2, 32)
+    with torch.no_grad():
+        expected_one, expected_two = twin_unet(twin_text(x)), twin_text(twin_unet(x))
+        with streamed(one, memory=memory) as first:
+            same(one(x), expected_one)
+            assert first.telemetry.weights_bytes == weights_bytes(two)
+            with fmstream.stream(two, memory=memory) as second:
+                same(two(x), expected_two)
+                same(one(x), expected_one)
+                same(second(x), expected_two)
+                assert len(second.telemetry.passes) == 6
+            same(one(x), expected_one)
+            same(two(x), expected_two)
+        same(two(x), expected_two)
+
+
+def test_streaming_twice_replaces_the_first_handle_cleanly() -> None:
+    module = mlp()
+    twin = copy.deepcopy(module)
+    memory = budget(module)
+    with streamed(module, memory=memory) as first:
+        agree(module, twin, noise(2, 32))
+        with fmstream.stream(module, memory=memory) as second:
+            agree(module, twin, noise(2, 32), times=3)
+            assert len(second.telemetry.passes) == 3
+            assert len(first.telemetry.passes) == 1
+        agree(module, twin, noise(2, 32), times=2)
+        assert len(first.telemetry.passes) == 3
