@@ -90,9 +90,7 @@ class SpillFile:
             OSError: the disk failed.
         """
         with self._closing_on_failure():
-            os.truncate(self._fd, self.num_bytes) if sys.platform != "win32" else os.ftruncate(
-                self._fd, self.num_bytes
-            )
+            os.ftruncate(self._fd, self.num_bytes)
             os.fsync(self._fd)
             if sys.platform == "linux":
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -72,14 +72,16 @@ def _deepest(found: Survey, roots: Mapping[str, nn.Module]) -> tuple[int, str]:
     return num_pages(num_bytes, page) * page + 4 * MIN_PAGE_BYTES, name
 
 
-def resolve(config: StreamConfig, totals: Totals) -> int:
-    """Bytes of fast memory that the options allow.
+def resolve(config: StreamConfig, totals: Totals, *, begun: bool = False) -> int:
+    """Bytes of fast memory that the options allow; once a run has ``begun`` it is never refused, but given the least.
 
     Raises:
         MemoryBudgetError: less than the least that works.
     """
     asked = resolve_bytes(config.memory, totals.weights_bytes)
     memory = automatic(totals) if asked is None else asked
+    if begun:
+        return max(memory, min(totals.smallest_bytes, totals.weights_bytes))
     if memory < totals.smallest_bytes and not totals.fits(memory):
         raise MemoryBudgetError(
             f"memory={config.memory!r} is {memory} bytes of {totals.weights_bytes} bytes of weights; the smallest that "

@@ -52,7 +52,9 @@ class Master:
 
     Attributes:
         index: id in traces and plans.
-        slots: the dicts and lists that hold the parameter, each with its key: one for each module that owns it.
+        slots: the dicts that hold the parameter, each with its key: one for each module that owns it.
+        deep: other places: a module's dict, the name of a list or dict in it, and the key in that; looked up each time,
+            for the module may make a new one (recurrent layers do).
         num_bytes: bytes in fast memory, a multiple of 64.
         absent: the stand-in that modules show while the parameter is not bound; ``loose`` is the same, detached.
         bound: what modules show while its bytes are in fast memory.
@@ -61,6 +63,7 @@ class Master:
     __slots__ = (
         "absent",
         "bound",
+        "deep",
         "device",
         "dtype",
         "home",
@@ -83,7 +86,8 @@ class Master:
         self.original = original
         self.device = device
         self.keeper = keeper
-        self.slots: list[tuple[Any, Any]] = []
+        self.slots: list[tuple[dict[str, Any], str]] = []
+        self.deep: list[tuple[dict[str, Any], str, Any]] = []
         self.size = original.shape
         self.stride = original.stride()
         self.dtype = original.dtype
@@ -221,16 +225,31 @@ class Master:
         bound = self.bound = make_bound(self, view)
         absent = self.absent
         for holder, key in self.slots:
-            if holder[key] is absent:
+            if holder.get(key) is absent:
                 holder[key] = bound
+        if self.deep:
+            self.show_deep((absent,), bound)
 
     def unbind(self) -> bool:
         """Show the stand-in again; False if a slot shows something else by now."""
         bound, self.bound = self.bound, None
         absent, ours = self.absent, True
         for holder, key in self.slots:
-            if holder[key] is bound:
+            present = holder.get(key)
+            if present is bound:
                 holder[key] = absent
-            elif holder[key] is not absent:
+            elif present is not absent:
                 ours = False
+        if self.deep:
+            self.show_deep((bound,), absent)
         return ours
+
+    def show_deep(self, instead_of: tuple[Any, ...], tensor: torch.Tensor) -> None:
+        """Show ``tensor`` in the deep places that show one of some others."""
+        for holder, name, key in self.deep:
+            container = holder.get(name)
+            try:
+                if any(container[key] is other for other in instead_of):  # type: ignore[index]
+                    container[key] = tensor  # type: ignore[index]
+            except (LookupError, TypeError):  # the module put something else there
+                continue

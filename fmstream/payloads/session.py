@@ -123,12 +123,12 @@ class Session:
             self._teardown()
             raise
 
-    def _survey(self) -> None:
+    def _survey(self, *, begun: bool = False) -> None:
         """Find parameters, decide what fits, and install what is needed."""
         weights, telemetry = self.weights, self.telemetry
         found = weights.survey()
         totals = budget.measure(found, weights.roots)
-        memory = budget.resolve(self.config, totals)
+        memory = budget.resolve(self.config, totals, begun=begun)
         telemetry.weights_bytes = totals.weights_bytes
         telemetry.kept_bytes = totals.kept_bytes
         telemetry.smallest_bytes = totals.smallest_bytes
@@ -347,7 +347,7 @@ class Session:
         self._executor = None
         self.weights.executor = None
         self.weights.changed_shape = False
-        self._survey()
+        self._survey(begun=True)
         self._share_locks()
         self.telemetry.replans += 1
         for known in self.weights.sites:

@@ -180,10 +180,10 @@ def _add_hidden_slots(module: nn.Module, by_id: Mapping[int, Master]) -> None:
         if isinstance(value, list):
             for i, item in enumerate(value):
                 if id(item) in by_id:
-                    by_id[id(item)].slots.append((value, i))
+                    by_id[id(item)].deep.append((attributes, key, i))
         elif isinstance(value, dict):
             for name, item in value.items():
                 if id(item) in by_id:
-                    by_id[id(item)].slots.append((value, name))
+                    by_id[id(item)].deep.append((attributes, key, name))
         elif id(value) in by_id:
             by_id[id(value)].slots.append((attributes, key))

@@ -102,6 +102,7 @@ class Weights:
         for master in self.masters:
             for holder, key in master.slots:
                 holder[key] = master.absent
+            master.show_deep((master.original,), master.absent)
         self._structure = [
             (holder, tuple(holder.values()))
             for root in self.roots.values()
@@ -114,9 +115,9 @@ class Weights:
         for master in self.masters:
             mine = (master.absent, master.bound)
             for holder, key in master.slots:
-                present = holder.get(key) if isinstance(holder, dict) else holder[key]
-                if present is not None and any(present is tensor for tensor in mine):
+                if key in holder and any(holder[key] is tensor for tensor in mine):
                     holder[key] = master.original
+            master.show_deep(mine, master.original)
             master.bound = None
         self._structure = []
 
