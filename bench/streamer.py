@@ -65,7 +65,7 @@ def measure(case: Case) -> dict[str, Any]:
     shape = Shape(case.width, case.hidden, case.num_blocks)
     x = tokens(case.num_tokens, case.width)
     with torch.inference_mode():
-        build(Shape(64, 64, 1))(x[:, :64])  # what the first operators load and start is not streaming's
+        _stream_a_little(build(Shape(64, 64, 4)), x[:, :64])
         model = fmstream.load(lambda: build(shape), case.checkpoint)
         before = memory_of_this_process()
         forget_peak()
@@ -78,6 +78,15 @@ def measure(case: Case) -> dict[str, Any]:
             during = memory_of_this_process()
     equal = torch.equal(output, torch.load(case.expected))
     return {"before": before, "during": during, "seconds": seconds, "equal": equal}
+
+
+def _stream_a_little(module: Any, x: Any) -> None:
+    """Bring in all code and start all that the first pass starts: none of it is memory for weights."""
+    import fmstream
+
+    with fmstream.stream(module, memory="50%") as handle:
+        for _ in range(3):
+            handle(x)
 
 
 def memory_of_this_process() -> dict[str, int]:

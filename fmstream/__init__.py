@@ -19,9 +19,9 @@ from fmstream.errors import (
 
 if TYPE_CHECKING:
     from fmstream.doors.load import load
-    from fmstream.report import Report
     from fmstream.doors.run import Run, arun, run
     from fmstream.doors.stream import Stream, smallest_memory, stream
+    from fmstream.report import Report
 
 __all__ = [
     "CancelledRun",

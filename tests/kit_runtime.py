@@ -12,7 +12,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -62,9 +62,12 @@ class FailAt:
 class Latch:
     """Lets a thread say that it has come to a point, and keeps it there until it is opened."""
 
+    made: ClassVar[list[Latch]] = []
+
     def __init__(self) -> None:
         self.reached = threading.Event()
         self.opened = threading.Event()
+        self.made.append(self)
 
     def wait_here(self) -> None:
         """Called by the thread to be held."""
@@ -296,4 +299,6 @@ def run_python(code: str, *args: str, timeout: float = 60.0) -> subprocess.Compl
 def leaves_nothing(tmp_path: Path) -> Iterator[None]:
     """After every test: no thread of the runtime, no open file of the test."""
     yield
+    while Latch.made:  # a test that failed may have left a thread behind
+        Latch.made.pop().open()
     assert_clean(tmp_path)

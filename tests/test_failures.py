@@ -20,6 +20,7 @@ from fmstream.errors import StreamError
 from fmstream.payloads.weights import Weights
 from fmstream.report.progress import LiveProgress
 from tests.kit_runtime import (
+    Caller,
     FailAt,
     Gate,
     Injected,
@@ -62,8 +63,12 @@ def fail_everywhere(
     monkeypatch: pytest.MonkeyPatch,
     make_error: Callable[[], BaseException] = Injected,
     scenario: Callable[[Twin], None] = stream_some,
+    may_be_unused: bool = False,
 ) -> int:
-    """Fail the first call, then the second, until the scenario ends before the n-th; returns n."""
+    """Fail the first call, then the second, until the scenario ends before the n-th; returns n.
+
+    ``may_be_unused`` is for work done ahead: its failure may go unnoticed, if every result was right without it.
+    """
     twin.check_streams()
     for n in range(1, MOST):
         original = getattr(owner, name)
@@ -78,9 +83,10 @@ def fail_everywhere(
         if not fault.fired:
             assert caught is None, f"without a fault: {caught!r}"
             return n
-        assert caught is not None, f"fault {n} was swallowed"
-        kinds = [type(error) for error in causes(caught)]
-        assert type(make_error()) in kinds, f"fault {n}: {caught!r} has no trace of its cause"
+        assert caught is not None or may_be_unused, f"fault {n} was swallowed"
+        if caught is not None:
+            kinds = [type(error) for error in causes(caught)]
+            assert type(make_error()) in kinds, f"fault {n}: {caught!r} has no trace of its cause"
         try:
             twin.check_restored()
             assert_clean(folder)
@@ -102,7 +108,7 @@ def test_a_read_that_fails_is_a_stream_error_with_its_cause(tmp_path: Path, monk
             raise
 
     made = fail_everywhere(
-        twin, tmp_path, SourceFile, "read_into", monkeypatch, lambda: OSError("disk on fire"), scenario
+        twin, tmp_path, SourceFile, "read_into", monkeypatch, lambda: OSError("disk on fire"), scenario, True
     )
     assert made > 4
 
@@ -118,9 +124,26 @@ def test_the_payload_fails(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert fail_everywhere(mlp_twin(4), tmp_path, Weights, name, monkeypatch) > 1
 
 
-@pytest.mark.parametrize("name", ["pop", "push"])
-def test_the_ring_fails(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fail_everywhere(mlp_twin(4), tmp_path, Ring, name, monkeypatch) > 1
+def test_a_completion_that_cannot_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fail_everywhere(mlp_twin(4), tmp_path, Ring, "pop", monkeypatch) > 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_worker_that_dies_is_a_stream_error_and_no_hang(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = mlp_twin(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "push", FailAt(Ring.push, n).as_method())
+        handle = fmstream.stream(twin.module, memory=twin.memory, policy="sync")
+        caller = Caller(lambda: [twin.check_call() for _ in range(PASSES)])
+        caller.join(10.0)
+        hangs = caller.is_alive()
+        handle.cancel()  # so that a run that hangs ends as well
+        with pytest.raises(StreamError) as caught:
+            caller.finish()
+        handle.close()
+    assert not hangs
+    assert any(isinstance(error, Injected) for error in causes(caught.value))
+    twin.check_restored()
 
 
 @pytest.mark.parametrize("kind", ["pre_hook", "hook", "global_hook"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fmstream.actors.chunks import DIRECT_BYTES, GAP_BYTES, ReadChunk, ScatterChunk, split
+from fmstream.actors.chunks import DIRECT_BYTES, GAP_BYTES, Part, ReadChunk, ScatterChunk, split
 from fmstream.actors.prefetch import CANCELLED, DONE, FAILED, Piece, PrefetchActor
 from fmstream.core.ring import Record
 from fmstream.core.telemetry import Telemetry
@@ -190,7 +190,7 @@ def test_what_goes_on_in_source_and_destination_is_one_piece(file: SourceFile) -
     half = DIRECT_BYTES // 2
     pieces = [Piece(home, at, target.address + at, half) for at in (half, 0)]
     (chunk,) = split(pieces, 2 * DIRECT_BYTES)
-    assert chunk == ReadChunk(file, (4096, target.address, DIRECT_BYTES))
+    assert chunk == ReadChunk(file, Part(4096, target.address, DIRECT_BYTES))
     target.close()
 
 

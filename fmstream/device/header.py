@@ -80,7 +80,7 @@ def read_header(path: str) -> Header:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         table = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is not JSON ({error})") from error
     if not isinstance(table, dict):
         raise _damaged(path, "its header is not a table of tensors")

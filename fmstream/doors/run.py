@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fmstream.config import MISSING, Missing, StreamConfig
-from fmstream.errors import ConfigError
-from fmstream.report import Report
 from fmstream.doors.stream import Stream
 from fmstream.doors.targets import find_call, find_roots, refuse_shared_names
+from fmstream.errors import ConfigError
+from fmstream.report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def run(
     pipeline: Any,
     *args: Any,
     policy: str | Missing = MISSING,
-    memory: int | str | None | Missing = MISSING,
-    device: str | None | Missing = MISSING,
+    memory: int | str | Missing | None = MISSING,
+    device: str | Missing | None = MISSING,
     method: str | None = None,
     modules: Any = None,
     config: Any = None,
@@ -102,8 +102,8 @@ async def arun(
     pipeline: Any,
     *args: Any,
     policy: str | Missing = MISSING,
-    memory: int | str | None | Missing = MISSING,
-    device: str | None | Missing = MISSING,
+    memory: int | str | Missing | None = MISSING,
+    device: str | Missing | None = MISSING,
     method: str | None = None,
     modules: Any = None,
     config: Any = None,

@@ -11,13 +11,13 @@ from torch import nn
 
 from fmstream.config import MISSING, Missing, StreamConfig
 from fmstream.core.telemetry import Telemetry
+from fmstream.doors.targets import find_call, find_roots
 from fmstream.errors import ClosedError, ConfigError
 from fmstream.payloads import budget
 from fmstream.payloads.session import Session
 from fmstream.payloads.sites import survey
 from fmstream.report import Report, describe_environment
 from fmstream.report.progress import make_progress, snapshot
-from fmstream.doors.targets import find_call, find_roots
 
 _open: weakref.WeakSet[Stream] = weakref.WeakSet()
 _opening = threading.RLock()
@@ -131,8 +131,8 @@ def stream(
     pipeline: Any,
     *,
     policy: str | Missing = MISSING,
-    memory: int | str | None | Missing = MISSING,
-    device: str | None | Missing = MISSING,
+    memory: int | str | Missing | None = MISSING,
+    device: str | Missing | None = MISSING,
     modules: Any = None,
     config: Any = None,
     progress: bool | Missing = MISSING,

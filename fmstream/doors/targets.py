@@ -95,6 +95,6 @@ def refuse_shared_names(call: Callable[..., Any], given: Iterable[str]) -> None:
     for name in given:
         if name in parameters:
             raise ConfigError(
-                f"{name}= is an option of fmstream and an argument of the pipeline: write call_kwargs={{{name!r}: ...}} "
-                f"for the pipeline's, config={{{name!r}: ...}} for fmstream's"
+                f"{name}= is an option of fmstream and an argument of the pipeline: "
+                f"write call_kwargs={{{name!r}: ...}} for the pipeline's, config={{{name!r}: ...}} for fmstream's"
             )

@@ -43,7 +43,7 @@ class Absent(torch.Tensor):
         tensor.master = master
         if is_param:
             tensor._is_param = True
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     def __init__(self, master: Master, is_param: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Absent(torch.Tensor):
         return _read(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -94,7 +94,7 @@ class Bound(nn.Parameter):
     master: Master
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The master's data, as a tensor that faults: writes reach the master and this copy."""
         return self.master.loose
 
@@ -110,7 +110,7 @@ class Bound(nn.Parameter):
         return self.master.deepcopy(memo, is_param=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.master.plain(is_param=True).__reduce_ex__(protocol)
+        return self.master.plain(is_param=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class Bind(torch.autograd.Function):
@@ -132,11 +132,11 @@ def make_bound(master: Master, view: torch.Tensor) -> torch.Tensor:
     """The tensor to put into ``module._parameters`` for a view of fast memory."""
     requires_grad = master.original.requires_grad
     if requires_grad and torch.is_grad_enabled():
-        bound = Bind.apply(master.absent, view)
+        bound = Bind.apply(master.absent, view)  # type: ignore[no-untyped-call]
         bound._is_param = True
         return bound  # type: ignore[no-any-return]
-    bound = torch.Tensor._make_subclass(Bound, view, requires_grad)  # type: ignore[arg-type]
-    bound.master = master  # type: ignore[attr-defined]
+    bound = torch.Tensor._make_subclass(Bound, view, requires_grad)
+    bound.master = master
     return bound
 
 
@@ -158,7 +158,7 @@ def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if id(absent) not in loaded:
             value = absent.master.fault()
             if absent.requires_grad and torch.is_grad_enabled():
-                value = Bind.apply(absent, value)
+                value = Bind.apply(absent, value)  # type: ignore[no-untyped-call]
             loaded[id(absent)] = (absent, value)
         return loaded[id(absent)][1]
 
@@ -182,7 +182,7 @@ def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 def _storage(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return 0
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _written_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Absent]:
@@ -210,7 +210,8 @@ def _requires_grad_(absent: Absent, value: bool = True) -> Absent:
 
 
 def _reduce_ex(absent: Absent, protocol: Any) -> Any:
-    return absent.master.plain(is_param=getattr(absent, "_is_param", False)).__reduce_ex__(protocol)
+    plain = absent.master.plain(is_param=getattr(absent, "_is_param", False))
+    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _deepcopy(absent: Absent, memo: dict[int, Any]) -> torch.Tensor:
@@ -221,14 +222,15 @@ def _tensor_property(name: str, kind: str) -> Any:
     return getattr(getattr(torch.Tensor, name), kind)
 
 
+_METADATA = (
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn names itemsize nbytes output_nr retains_grad "
+    "is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xpu is_ipu is_maia "
+    "is_mtia is_vulkan is_xla _backward_hooks _post_accumulate_grad_hooks"
+)
 _AS_IS = {
     *(
         _tensor_property(name, "__get__")
-        for name in (
-            "shape dtype device layout ndim requires_grad is_leaf grad_fn names itemsize nbytes is_cuda is_cpu is_meta "
-            "is_sparse is_quantized is_mkldnn is_nested is_mps is_xpu is_ipu is_maia is_mtia is_vulkan is_xla "
-            "is_sparse_csr output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks"
-        ).split()
+        for name in _METADATA.split()
         if hasattr(torch.Tensor, name)
     ),
     torch.Tensor.size,
@@ -284,7 +286,5 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__reduce_ex__: _reduce_ex,
 }
 _DETACHES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
-_INPLACE_DUNDERS = {
-    f"__{name}__"
-    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
-}
+_INPLACE_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
+_INPLACE_DUNDERS = {"__setitem__", *(f"__i{name}__" for name in _INPLACE_OPERATORS.split())}

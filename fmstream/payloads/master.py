@@ -99,13 +99,13 @@ class Master:
         self.absent = Absent(self, is_param=True)
         self.loose = Absent(self, is_param=False)
         if original.requires_grad:
-            self.absent.register_post_accumulate_grad_hook(self._hand_over_grad)
+            self.absent.register_post_accumulate_grad_hook(self._hand_over_grad)  # type: ignore[no-untyped-call]
 
     def watch_grad(self) -> None:
         """Hand the gradient of what is shown now to the user's parameter, should there be one."""
         bound = self.bound
         if bound is not None and bound.is_leaf and bound.requires_grad:
-            bound.register_post_accumulate_grad_hook(self._hand_over_grad)
+            bound.register_post_accumulate_grad_hook(self._hand_over_grad)  # type: ignore[no-untyped-call]
 
     def _hand_over_grad(self, absent: torch.Tensor) -> None:
         # The stand-in is the leaf of the graph; the gradient belongs to the user's parameter.

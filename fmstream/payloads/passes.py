@@ -268,9 +268,7 @@ class Pass:
                 place[index] = parent
                 continue
             place[index] = len(calls)
-            calls.append(
-                Call(event.site.index, tuple(event.site.params), event.start, event.end, parent)
-            )
+            calls.append(Call(event.site.index, tuple(event.site.params), event.start, event.end, parent))
         return calls
 
 

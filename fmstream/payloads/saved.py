@@ -75,8 +75,9 @@ def hooks(
             return packed.load()
         if isinstance(packed, tuple) and packed[0] is _OUTER:
             assert outer is not None
-            return outer[1](packed[1])  # type: ignore[no-any-return]
-        return packed  # type: ignore[no-any-return]
+            packed = outer[1](packed[1])
+        assert isinstance(packed, torch.Tensor)
+        return packed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

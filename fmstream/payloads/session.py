@@ -101,7 +101,7 @@ class Session:
         self.resident_plan: Plan | None = None
         self._close_requested = False
         self._publish = publish
-        self._locks: list[threading.RLock] = [self.lock]  # type: ignore[valid-type]
+        self._locks: list[threading.RLock] = [self.lock]
         self._roots: dict[int, Root] = {}
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._storages: set[int] = set()

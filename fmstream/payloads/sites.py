@@ -93,7 +93,7 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
         _add_hidden_slots(module, by_id)
         for reader_of in _reads(module):
             site = site_of[id(module)]
-            for key, param in reader_of.named_parameters():
+            for param in reader_of.parameters():
                 master = by_id.get(id(param))
                 if master is not None and master.index not in site.params:
                     site.params.append(master.index)
@@ -148,10 +148,10 @@ def _overlapping(modules: Mapping[str, nn.Module]) -> set[int]:
     params = {id(p): p for m in modules.values() for p in m._parameters.values() if p is not None}
     spans = []
     for key, param in params.items():
-        if type(param) is nn.Parameter and param.layout is torch.strided and param.device.type == "cpu":
-            if param.numel():
-                start = param.data_ptr()
-                spans.append((start, start + span_bytes(param), key))
+        plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device.type == "cpu"
+        if plain and param.numel():
+            start = param.data_ptr()
+            spans.append((start, start + span_bytes(param), key))
     spans.sort()
     found: set[int] = set()
     end, holder = 0, 0

@@ -15,7 +15,7 @@ from fmstream.actors.prefetch import Piece
 from fmstream.core.telemetry import Telemetry
 from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
-from fmstream.device.spill import SpillFile  # noqa
+from fmstream.device.spill import SpillFile
 from fmstream.payloads.absent import Bound
 from fmstream.payloads.master import Master
 from fmstream.payloads.sites import Site, Survey, survey
