@@ -44,7 +44,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One block."""
-        return x + self.fall(nn.functional.gelu(self.rise(self.norm(x))))
+        change: torch.Tensor = self.fall(nn.functional.gelu(self.rise(self.norm(x))))
+        return x + change
 
 
 def build(shape: Shape) -> nn.Sequential:

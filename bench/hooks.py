@@ -81,7 +81,7 @@ def measure(size: Size) -> Findings:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Seconds of some passes: on the clock, and of the calling thread on its core, which a busy machine changes less."""
+    """Seconds of some passes: on the clock, and of the calling thread on its core, which others disturb less."""
 
     wall: Timing
     on_cpu: Timing

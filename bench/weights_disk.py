@@ -112,7 +112,7 @@ class Accelerated:
     """accelerate's disk offload of the same model, from its own folder, never from the page cache."""
 
     def __init__(self, ground: Ground, folder: Path) -> None:
-        from accelerate import disk_offload
+        from accelerate import disk_offload  # type: ignore[import-untyped]
 
         self._ground = ground
         self._folder = folder

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from torch import nn
 import fmstream
 from fmstream.device.homes import FileHome
 
-TIMEOUT = 30.0
+TIMEOUT = 20.0
 """Seconds after which a wait counts as a hang."""
 ROOT = Path(__file__).parent.parent
 
@@ -252,8 +253,9 @@ def runtime_threads() -> list[threading.Thread]:
 
 def assert_no_threads() -> None:
     """Every thread of this package ends within a bounded time."""
+    deadline = time.monotonic() + TIMEOUT
     for thread in runtime_threads():
-        thread.join(TIMEOUT)
+        thread.join(max(0.0, deadline - time.monotonic()))
     assert runtime_threads() == []
 
 

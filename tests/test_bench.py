@@ -27,7 +27,9 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
         seen.append(place.folder)
         (place.folder / "weights").write_bytes(b"x")
         place.say("half of it")
-        return Findings({"gap": 1, "speed": 2.5}, [{"contender": "a", "median_s": 0.5}, {"contender": "b", "note": "-"}])
+        return Findings(
+            {"gap": 1, "speed": 2.5}, [{"contender": "a", "median_s": 0.5}, {"contender": "b", "note": "-"}]
+        )
 
     monkeypatch.setattr(contract, "registry", {})
     monkeypatch.setattr(contract, "SCRATCH", tmp_path)

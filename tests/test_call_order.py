@@ -339,7 +339,9 @@ def test_experts_routed_by_data() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.gate = nn.Linear(32, 8)
-            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(8))
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(8)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             chosen = self.gate(x).topk(2).indices
@@ -373,14 +375,9 @@ def test_block_replaced_by_identity_while_streaming() -> None:
         dropped, twin_dropped = module[2], twin[2]
         module[2] = twin[2] = nn.Identity()
         agree(module, twin, X, times=3)
-        assert "_compiled_call_impl" not in dropped.__dict__ or not handle_shows(dropped)
+        assert all(type(p) is nn.Parameter for p in dropped.parameters())
         module[2], twin[2] = dropped, twin_dropped
         agree(module, twin, X, times=3)
-
-
-def handle_shows(module: nn.Module) -> bool:
-    """Whether a module that was taken out still shows stand-ins."""
-    return any(type(p) is not nn.Parameter for p in module.parameters())
 
 
 @pytest.mark.parametrize("drop", [True, False])

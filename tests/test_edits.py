@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,7 +175,6 @@ EDITS: dict[str, Callable[[nn.Sequential], Any]] = {
     "AdamW": _adam_step,
     "half and back": lambda m: m.half().float(),
     "bfloat16 bits": lambda m: m.bfloat16().float(),
-
     "requires_grad_": lambda m: m.requires_grad_(False),
     "to contiguous": lambda m: m.to(memory_format=torch.contiguous_format),
 }
@@ -250,7 +252,7 @@ INSIDE: dict[str, Callable[[nn.Linear], Any]] = {
     "both": lambda m: (m.weight.mul_(0.5), m.bias.data.add_(1.0)),
     "state dict": lambda m: m.state_dict()["weight"].mul_(0.5),
     "detach": lambda m: m.weight.detach()[3].add_(0.5),
-    "copy_": lambda m: m.weight.copy_(m.weight.t()),
+    "copy_": lambda m: m.weight.copy_(m.weight.t().clone()),
 }
 
 
@@ -349,14 +351,53 @@ def test_edit_of_the_parameter_object_taken_before_opening() -> None:
     with streamed(module) as handle, torch.no_grad():
         agree(module, twin, X, times=3)
         weight.add_(1.0)
-        bias.data.mul_(2.0)
+        bias[3:].mul_(2.0)
         twin[4].weight.add_(1.0)
-        twin[2].bias.data.mul_(2.0)
+        twin[2].bias[3:].mul_(2.0)
         agree(module, twin, X)
         same(module[4].weight.clone(), twin[4].weight)
         agree(module, twin, X, times=3)
         assert_streams_fully(handle)
     same_state(module, twin)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9])
+def test_edit_past_autograd_of_the_parameter_object_taken_before_opening(fraction: float) -> None:
+    module = mlp()
+    twin = copy.deepcopy(module)
+    taken = list(module.parameters())
+    with streamed(module, fraction):
+        agree(module, twin, X, times=3)
+        for ours, theirs in zip(taken, twin.parameters(), strict=True):
+            ours.data.mul_(1.5)
+            theirs.data.mul_(1.5)
+        agree(module, twin, X, times=3)
+    same_state(module, twin)
+
+
+def test_weights_moved_to_shared_memory_while_streaming() -> None:
+    # In a process of its own: where this goes wrong, the process dies.
+    program = """
+import copy, torch
+from tests.kit import agree, mlp, noise, streamed
+module = mlp()
+twin = copy.deepcopy(module)
+x = noise(4, 32)
+with streamed(module, edited=True):
+    agree(module, twin, x, times=2)
+    module.share_memory()
+    agree(module, twin, x, times=3)
+    with torch.no_grad():
+        module[4].weight.add_(1.0)
+        twin[4].weight.add_(1.0)
+    agree(module, twin, x, times=2)
+assert all(p.is_shared() for p in module.parameters())
+agree(module, twin, x)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 class LoRALinear(nn.Module):
@@ -434,6 +475,24 @@ def test_parameter_replaced_after_opening_streams_too() -> None:
         assert_streams_fully(handle)
     replaced = [linear.weight for linear in module[::2]]
     assert all(type(weight) is nn.Parameter for weight in replaced)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_values_read_between_a_conversion_and_the_next_pass(dtype: torch.dtype) -> None:
+    module = mlp(8)
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True), torch.no_grad():
+        agree(module, twin, X, times=2)
+        module.to(dtype)
+        twin.to(dtype)
+        same_state(module, twin)
+        same(module[4].weight[0], twin[4].weight[0])
+        same(module[4].weight.sum(), twin[4].weight.sum())
+        same(copy.deepcopy(module).state_dict(), twin.state_dict())
+        module[4].weight.add_(1.0)
+        twin[4].weight.add_(1.0)
+        agree(module, twin, X.to(dtype), times=2)
+    agree(module, twin, X.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)

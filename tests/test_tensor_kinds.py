@@ -184,7 +184,8 @@ def test_strided_weights_of_layers_that_compute() -> None:
     module = mlp(6)
     for linear in module[::2]:
         linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
-    conv = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(5))).to(memory_format=torch.channels_last).eval()
+    conv = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(5))).eval()
+    conv.to(memory_format=torch.channels_last)
     twins = copy.deepcopy([module, conv])
     with streamed({"linear": module, "conv": conv}):
         for _ in range(3):

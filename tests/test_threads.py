@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fmstream
-from tests.kit_runtime import TIMEOUT, Caller, Twin, check_pages, leaves_nothing, make_input, make_mlp, mlp_twin
+from tests.kit_runtime import (
+    TIMEOUT,
+    Caller,
+    Twin,
+    check_pages,
+    leaves_nothing,
+    make_input,
+    make_mlp,
+    mlp_twin,
+    run_python,
+)
 
 __all__ = ["leaves_nothing"]
 
@@ -121,36 +130,41 @@ def test_threads_on_two_handles_with_a_parameter_in_common() -> None:
     second.check_restored()
 
 
-def test_crossed_pipelines_do_not_lock_each_other_out() -> None:
-    """One thread calls A within B, the other B within A; each pair shares a parameter."""
-    first, second = tied_twins()
-    start = threading.Barrier(2)
+def test_crossed_calls_on_two_handles_do_not_lock_each_other_out() -> None:
+    """One thread calls B in the midst of A, the other A in the midst of B; the two share a parameter."""
+    done = run_python("""
+        import os, threading, torch, fmstream
+        from tests.test_threads import tied_twins
+        from tests.kit_runtime import Caller
 
-    def nested(outer: Twin, inner: Twin) -> Callable[[], None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if threading.current_thread() is callers[outer is second]:
-                inner.check_call()
-
-        outer.module[2].register_forward_pre_hook(hook)  # type: ignore[index, union-attr]
-        return call_often(outer, start, 10)
-
-    callers: list[Any] = [None, None]
-    with fmstream.stream(first.module, memory=first.memory), fmstream.stream(second.module, memory=second.memory):
-        works = [nested(first, second), nested(second, first)]
-        ready = threading.Event()
-
-        def run(index: int) -> None:
-            callers[index] = threading.current_thread()
-            ready.wait(TIMEOUT)
-            works[index]()
-
-        threads = [Caller(run, index) for index in range(2)]
-        ready.set()
-        for thread in threads:
-            thread.finish()
-    for twin in (first, second):
-        twin.module[2]._forward_pre_hooks.clear()  # type: ignore[index, union-attr]
-        twin.check_restored()
+        first, second = tied_twins()
+        inside = threading.Barrier(2)
+        def nest(outer, inner):
+            depth = threading.local()
+            def hook(module, args):
+                if getattr(threading.current_thread(), "outer", None) is outer:
+                    inner.check_call()
+            outer.module[2].register_forward_pre_hook(hook)
+            def work():
+                threading.current_thread().outer = outer
+                inside.wait(20)
+                for _ in range(50):
+                    outer.check_call()
+            return work
+        one = fmstream.stream(first.module, memory=first.memory)
+        two = fmstream.stream(second.module, memory=second.memory)
+        callers = [Caller(work) for work in (nest(first, second), nest(second, first))]
+        for caller in callers:
+            caller.join(20)
+            if caller.is_alive():
+                print("the two threads hang", flush=True)
+                os._exit(1)
+            caller.finish()
+        one.close()
+        two.close()
+        print("fine")
+        """)
+    assert done.stdout == "fine\n", done.stdout + done.stderr
 
 
 async def test_eight_calls_at_once() -> None:

@@ -193,3 +193,11 @@ def test_streaming_twice_replaces_the_first_handle_cleanly() -> None:
             assert len(first.telemetry.passes) == 1
         agree(module, twin, noise(2, 32), times=2)
         assert len(first.telemetry.passes) == 3
+
+
+def test_least_memory_is_the_same_while_streaming() -> None:
+    module = mlp()
+    least, total = fmstream.smallest_memory(module), weights_bytes(module)
+    with streamed(module, idle=True):
+        assert fmstream.smallest_memory(module) == least
+        assert weights_bytes(module) == total

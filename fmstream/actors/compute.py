@@ -244,6 +244,10 @@ class Executor:
         if self.window is not None:
             self.window.reset()
 
+    def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        self._collect(lambda: not self._pending)
+
     def refresh(self, param: int) -> None:
         """The master of ``param`` changed: bring the change to every copy in fast memory."""
         for loaded in self._everything():

@@ -29,18 +29,23 @@ class Absent(torch.Tensor):
     """
 
     master: Master
+    stands_for_parameter: bool
+    """Whether it stands for the user's parameter object, whatever that holds, or for a tensor that it once held."""
 
     @staticmethod
     def __new__(cls, master: Master, is_param: bool) -> Absent:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            master.size,
-            strides=master.stride,
-            dtype=master.dtype,
-            device=master.device,
-            requires_grad=is_param and master.original.requires_grad,
-        )
+        # Never an inference tensor: it may be the leaf of a graph later.
+        with torch.inference_mode(False):
+            tensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                master.size,
+                strides=master.stride,
+                dtype=master.dtype,
+                device=master.device,
+                requires_grad=is_param and master.original.requires_grad,
+            )
         tensor.master = master
+        tensor.stands_for_parameter = is_param
         if is_param:
             tensor._is_param = True
         return tensor
@@ -199,13 +204,17 @@ def _set_data(absent: Absent, value: torch.Tensor) -> None:
 
 
 def _set_requires_grad(absent: Absent, value: bool) -> None:
-    with _DisableTorchFunction():
-        torch.Tensor.requires_grad.__set__(absent, value)  # type: ignore[attr-defined]
     absent.master.original.requires_grad_(value)
+    absent.master.follow_requires_grad()
 
 
 def _requires_grad_(absent: Absent, value: bool = True) -> Absent:
     _set_requires_grad(absent, value)
+    return absent
+
+
+def _share_memory(absent: Absent) -> Absent:
+    absent.master.share_memory()
     return absent
 
 
@@ -225,7 +234,7 @@ def _tensor_property(name: str, kind: str) -> Any:
 _METADATA = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names itemsize nbytes output_nr retains_grad "
     "is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xpu is_ipu is_maia "
-    "is_mtia is_vulkan is_xla _backward_hooks _post_accumulate_grad_hooks"
+    "is_mtia is_vulkan is_xla"
 )
 _AS_IS = {
     *(
@@ -250,8 +259,6 @@ _AS_IS = {
     torch.Tensor.get_device,
     torch.Tensor.storage_offset,
     torch.Tensor.__len__,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.backward,
     torch.autograd.grad,
     torch.autograd.backward,
@@ -270,7 +277,6 @@ _RAW = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
     torch.Tensor.tolist,
-    torch.Tensor.share_memory_,
 }
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _tensor_property("data", "__get__"): lambda absent: absent.master.loose,
@@ -279,9 +285,15 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _tensor_property("grad", "__set__"): lambda absent, grad: setattr(absent.master.original, "grad", grad),
     _tensor_property("grad", "__delete__"): lambda absent: setattr(absent.master.original, "grad", None),
     _tensor_property("requires_grad", "__set__"): _set_requires_grad,
+    _tensor_property("_backward_hooks", "__get__"): lambda absent: absent.master.original._backward_hooks,
     _tensor_property("_version", "__get__"): lambda absent: absent.master.version(),
     torch.Tensor.requires_grad_: _requires_grad_,
+    torch.Tensor.register_hook: lambda absent, hook: absent.master.original.register_hook(hook),
+    torch.Tensor.register_post_accumulate_grad_hook: lambda absent, hook: (
+        absent.master.original.register_post_accumulate_grad_hook(hook)
+    ),
     torch.Tensor.detach: lambda absent: absent.master.loose,
+    torch.Tensor.share_memory_: _share_memory,
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.__reduce_ex__: _reduce_ex,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from fmstream.device.homes import FileHome, Home, MemoryHome
 from fmstream.payloads.absent import Absent, make_bound
 
 STAGING_BYTES = 1 << 20
+"""For reads on the calling thread."""
 
 
 class Keeper(Protocol):
@@ -32,8 +34,11 @@ class Keeper(Protocol):
     def changed(self, master: Master) -> None:
         """The master's bytes changed: copies of them are stale."""
 
-    def reshaped(self, master: Master) -> None:
-        """The master is another tensor now: shape, dtype or strides may differ."""
+    def settle(self) -> None:
+        """Let no copy of any master be on its way: memory is about to move."""
+
+    def succeeded(self, master: Master, successor: Master) -> None:
+        """The parameter is another tensor now, with another master; the old one stands for the old tensor."""
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -56,7 +61,7 @@ class Master:
         deep: other places: a module's dict, the name of a list or dict in it, and the key in that; looked up each time,
             for the module may make a new one (recurrent layers do).
         num_bytes: bytes in fast memory, a multiple of 64.
-        absent: the stand-in that modules show while the parameter is not bound; ``loose`` is the same, detached.
+        absent: the stand-in that modules show while the parameter is not bound.
         bound: what modules show while its bytes are in fast memory.
     """
 
@@ -69,10 +74,10 @@ class Master:
         "home",
         "index",
         "keeper",
-        "loose",
         "name",
         "num_bytes",
         "original",
+        "requires_grad",
         "seen_version",
         "size",
         "slots",
@@ -86,8 +91,14 @@ class Master:
         self.original = original
         self.device = device
         self.keeper = keeper
+        self.bound: torch.Tensor | None = None
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.deep: list[tuple[dict[str, Any], str, Any]] = []
+        self._describe()
+
+    def _describe(self) -> None:
+        """Take shape, strides and dtype from the user's parameter, whose memory is the truth, and make a stand-in."""
+        original = self.original
         self.size = original.shape
         self.stride = original.stride()
         self.dtype = original.dtype
@@ -95,26 +106,31 @@ class Master:
         self.num_bytes = -(-self.span // ALIGNMENT) * ALIGNMENT
         self.home: Home = MemoryHome(original.data_ptr(), self.span, original)
         self.seen_version = self.version()
-        self.bound: torch.Tensor | None = None
         self.absent = Absent(self, is_param=True)
-        self.loose = Absent(self, is_param=False)
-        if original.requires_grad:
-            self.absent.register_post_accumulate_grad_hook(self._hand_over_grad)  # type: ignore[no-untyped-call]
+        self.requires_grad = False
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Let the stand-in require a gradient as the user's parameter does."""
+        wanted = self.original.requires_grad
+        if wanted == self.requires_grad:
+            return
+        self.requires_grad = wanted
+        with torch._C.DisableTorchFunctionSubclass():
+            self.absent.requires_grad_(wanted)
+            if wanted and not self.absent._post_accumulate_grad_hooks:
+                self.absent.register_post_accumulate_grad_hook(_hand_over_grad)  # type: ignore[no-untyped-call]
+
+    @property
+    def loose(self) -> Absent:
+        """A new stand-in that is detached and no parameter."""
+        return Absent(self, is_param=False)
 
     def watch_grad(self) -> None:
         """Hand the gradient of what is shown now to the user's parameter, should there be one."""
         bound = self.bound
         if bound is not None and bound.is_leaf and bound.requires_grad:
-            bound.register_post_accumulate_grad_hook(self._hand_over_grad)  # type: ignore[no-untyped-call]
-
-    def _hand_over_grad(self, absent: torch.Tensor) -> None:
-        # The stand-in is the leaf of the graph; the gradient belongs to the user's parameter.
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            grad = absent.grad
-            absent.grad = None
-        if grad is not None:
-            before = self.original.grad
-            self.original.grad = grad if before is None else before + grad
+            bound.register_post_accumulate_grad_hook(_hand_over_grad)  # type: ignore[no-untyped-call]
 
     # Reading
 
@@ -157,6 +173,12 @@ class Master:
     def keep_alias(self, value: torch.Tensor) -> bool:
         """Whether a view of a faulted ``value`` may be handed out as it is."""
         return self.keeper.note_alias(self, value)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody else holds the user's parameter object, and so may write it past its stand-in."""
+        own = 2 + isinstance(self.home, MemoryHome)  # this object's, the call's, the home's
+        return sys.getrefcount(self.original) > own
 
     def expose(self) -> torch.Tensor:
         """A plain tensor over the master's memory for somebody who may write it unseen."""
@@ -214,9 +236,36 @@ class Master:
         if isinstance(value, Absent) and value.master is self:
             return
         plain = value.master.memory() if isinstance(value, Absent) else value
+        before, shown = self.memory(), self.shown()
         with torch.inference_mode(False):
             self.original.data = plain
-        self.keeper.reshaped(self)
+        successor = Master(self.index, self.name, self.original, self.device, self.keeper)
+        successor.slots, successor.deep, self.slots, self.deep = self.slots, self.deep, [], []
+        if (successor.size, successor.stride, successor.dtype) == (self.size, self.stride, self.dtype):
+            successor.absent = self.absent
+        self.absent.master = successor
+        for holder, key in successor.slots:
+            if any(holder.get(key) is tensor for tensor in shown):
+                holder[key] = successor.absent
+        successor.show_deep(shown, successor.absent)
+        # Detached stand-ins that were handed out stand for the tensor that was there then.
+        self.absent = Absent(self, is_param=False)
+        self.bound = None
+        self.original = nn.Parameter(before, requires_grad=False)
+        if isinstance(self.home, MemoryHome):
+            self.home = MemoryHome(before.data_ptr(), self.span, before)
+        self.keeper.succeeded(self, successor)
+
+    def shown(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that a slot of this parameter may show."""
+        return (self.absent,) if self.bound is None else (self.absent, self.bound)
+
+    def share_memory(self) -> None:
+        """Move the master's memory to memory that processes can share."""
+        self.keeper.settle()
+        self.to_memory()
+        self.original.share_memory_()
+        self.home = MemoryHome(self.original.data_ptr(), self.span, self.original)
 
     # Showing
 
@@ -253,3 +302,19 @@ class Master:
                     container[key] = tensor  # type: ignore[index]
             except (LookupError, TypeError):  # the module put something else there
                 continue
+
+
+def _hand_over_grad(leaf: Any) -> None:
+    """The stand-in is the leaf of the graph; the gradient belongs to the user's parameter."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        grad = leaf.grad
+        leaf.grad = None
+    if grad is None:
+        return
+    original = leaf.master.original
+    for hook in (original._backward_hooks or {}).values():
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    original.grad = grad if original.grad is None else original.grad + grad
+    for hook in (original._post_accumulate_grad_hooks or {}).values():
+        hook(original)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fmstream.errors import ConfigError
+from fmstream.payloads.absent import Absent, Bound
 from fmstream.payloads.master import Keeper, Master, span_bytes
 
 MAX_SPREAD = 2
@@ -67,7 +68,8 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
     site_of: dict[int, Site] = {}
     for name, module in modules.items():
         own: list[int] = []
-        for key, param in module._parameters.items():
+        for key, shown in module._parameters.items():
+            param = shown.master.original if isinstance(shown, Absent | Bound) else shown
             if param is None or id(param) in reasons:
                 continue
             full = f"{name}.{key}" if name else key
@@ -85,7 +87,8 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
                 master = by_id[id(param)] = Master(len(found.masters), full, param, device, keeper)
                 found.masters.append(master)
             master.slots.append((module._parameters, key))
-            own.append(master.index)
+            if master.index not in own:
+                own.append(master.index)
         site_of[id(module)] = Site(len(found.sites), name, module, own)
         found.sites.append(site_of[id(module)])
     inside: set[int] = set()
@@ -99,7 +102,8 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
                     site.params.append(master.index)
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             inside |= {id(child) for child in module.modules() if child is not module}
-    holding = {id(m) for m in modules.values() if any(id(p) in by_id for p in m.parameters())}
+    owning = {id(site.module) for site in found.sites if site.params}
+    holding = {id(m) for m in modules.values() if any(id(child) in owning for child in m.modules())}
     sites = [s for s in found.sites if id(s.module) in holding and id(s.module) not in inside]
     for index, site in enumerate(sites):
         site.index = index
@@ -145,10 +149,10 @@ def _why_not(name: str, param: nn.Parameter, device: torch.device, overlapping: 
 
 def _overlapping(modules: Mapping[str, nn.Module]) -> set[int]:
     """``id`` of parameters whose memory overlaps that of another parameter object."""
-    params = {id(p): p for m in modules.values() for p in m._parameters.values() if p is not None}
+    params = {id(p): p for m in modules.values() for p in m._parameters.values() if type(p) is nn.Parameter}
     spans = []
     for key, param in params.items():
-        plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device.type == "cpu"
+        plain = param.layout is torch.strided and param.device.type == "cpu"
         if plain and param.numel():
             start = param.data_ptr()
             spans.append((start, start + span_bytes(param), key))

@@ -16,10 +16,12 @@ from fmstream.core.telemetry import Telemetry
 from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
 from fmstream.device.spill import SpillFile
-from fmstream.payloads.absent import Bound
+from fmstream.payloads.absent import Absent, Bound
 from fmstream.payloads.master import Master
 from fmstream.payloads.sites import Site, Survey, survey
 
+LEARNED_SHARE = 0.5
+"""Part of the memory that a module may bind of its own and others' parameters together."""
 MIN_SPILL_BYTES = 4096
 """Parameters smaller than this stay in RAM when the others are spilled."""
 
@@ -52,7 +54,7 @@ class Weights:
         self._aliases: list[tuple[Master, torch.Tensor, int]] = []
         self._files = FileSet()
         self._spill: SpillFile | None = None
-        self._spilled: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._spilled: list[tuple[Master, int]] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
 
     # Coming and going
@@ -70,6 +72,7 @@ class Weights:
         self.sites = found.sites
         self.sizes = [master.num_bytes for master in found.masters]
         self.pinned.clear()
+        self._exposed.clear()
         return found
 
     def spill(self, directory: str) -> None:
@@ -95,7 +98,7 @@ class Weights:
             for master, offset, flat in zip(chosen, offsets, mapped, strict=True):
                 master.original.data = flat.view(master.dtype).as_strided(master.size, master.stride)
                 master.home = FileHome(file, offset, master.span)
-                self._spilled.append((master.original, master.original.detach()))
+                self._spilled.append((master, master.original.data_ptr()))
 
     def install(self) -> None:
         """Put the stand-ins into the modules."""
@@ -111,22 +114,27 @@ class Weights:
         ]
 
     def uninstall(self) -> None:
-        """Put the user's parameters back wherever a stand-in, or what it showed, still stands."""
+        """Put the user's parameters back wherever a stand-in, or what it showed, stands by now."""
         for master in self.masters:
-            mine = (master.absent, master.bound)
+            mine = master.shown()
             for holder, key in master.slots:
-                if key in holder and any(holder[key] is tensor for tensor in mine):
+                if any(holder.get(key) is tensor for tensor in mine):
                     holder[key] = master.original
             master.show_deep(mine, master.original)
+        for root in self.roots.values():
+            for module in root.modules():
+                _restore(module._parameters, self)
+                _restore(module._buffers, self)
+        for master in self.masters:
             master.bound = None
         self._structure = []
 
     def unspill(self) -> None:
         """Bring spilled masters back to RAM and delete the file."""
         with torch.inference_mode(False), torch.no_grad():
-            for original, mapped in self._spilled:
-                if original.data_ptr() == mapped.data_ptr():
-                    original.data = original.detach().clone(memory_format=torch.preserve_format)
+            for master, address in self._spilled:
+                if master.original.data_ptr() == address:
+                    master.original.data = master.memory().clone(memory_format=torch.preserve_format)
         self._spilled.clear()
         if self._spill is not None:
             self._spill.close()
@@ -157,7 +165,11 @@ class Weights:
             if not original.is_inference() and original._version != master.seen_version:
                 master.seen_version = original._version
                 self._written_unseen(master)
-        for index in list(self._exposed):
+            if original.requires_grad != master.requires_grad:
+                master.follow_requires_grad()
+            if master.is_held:
+                self._exposed.add(master.index)
+        for index in self._exposed:
             master = self.masters[index]
             if isinstance(master.home, MemoryHome) or dirty(master.original.data_ptr(), master.span):
                 self._written_unseen(master)
@@ -204,9 +216,18 @@ class Weights:
         counted[0] += 1
         counted[1] += master.span
         self.fault_bytes += master.span
-        if reader is not None and master.index not in reader.params:
+        known = reader is None or master.index in reader.params
+        if reader is not None and not known and self._is_present(master) and self._may_bind(reader, master):
             reader.params.append(master.index)
             self.learned = True
+
+    def _may_bind(self, reader: Site, master: Master) -> bool:
+        """Whether a reader may bind one more parameter: one that reads a whole model must not need it all at once."""
+        executor = self.executor
+        if executor is None:
+            return False
+        num_bytes = sum(self.sizes[p] for p in reader.params) + master.num_bytes
+        return num_bytes <= LEARNED_SHARE * executor.num_frames * executor.page_bytes
 
     def note_alias(self, master: Master, value: torch.Tensor) -> bool:
         """Within a pass a view of the value is as good as one of the master: writes to it are brought back."""
@@ -220,19 +241,27 @@ class Weights:
 
     def note_exposed(self, master: Master) -> None:
         """Look at this master's memory before every pass."""
-        self._exposed.add(master.index)
+        if self._is_present(master):
+            self._exposed.add(master.index)
 
     def changed(self, master: Master) -> None:
         """Renew copies in fast memory."""
-        if self.executor is not None:
+        if self.executor is not None and self._is_present(master):
             self.executor.refresh(master.index)
 
-    def reshaped(self, master: Master) -> None:
+    def succeeded(self, master: Master, successor: Master) -> None:
         """Survey again before the next pass."""
+        self.masters[master.index] = successor
         self.changed_shape = True
-        if master.original.shape == master.size and master.original.dtype == master.dtype:
-            master.stride = master.original.stride()
-            master.home = MemoryHome(master.original.data_ptr(), master.span, master.original)
+
+    def settle(self) -> None:
+        """Wait for every copy that is on its way."""
+        if self.executor is not None:
+            self.executor.settle()
+
+    def _is_present(self, master: Master) -> bool:
+        """Whether a master has not been succeeded by another one."""
+        return master.index < len(self.masters) and self.masters[master.index] is master
 
     # Gradients
 
@@ -296,6 +325,19 @@ class Weights:
                 at = bisect.bisect_right(offsets, tensor.data_ptr() - part.address) - 1
                 self.in_place.add(id(self.masters[params[at]].original))
                 self.changed_shape = True
+
+
+def _restore(holder: dict[str, Any], weights: Weights) -> None:
+    """Replace stand-ins that the user moved to other places by what they stand for."""
+    for key, value in holder.items():
+        master = getattr(value, "master", None) if isinstance(value, Absent | Bound) else None
+        if master is None or master.keeper is not weights:
+            continue
+        if value is master.bound or (isinstance(value, Absent) and value.stands_for_parameter):
+            holder[key] = master.original
+        else:
+            plain = master.memory()
+            holder[key] = nn.Parameter(plain, value.requires_grad) if isinstance(value, nn.Parameter) else plain
 
 
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, Bound)
