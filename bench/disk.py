@@ -83,17 +83,20 @@ def drop_cached(paths: Iterable[Path]) -> None:
 
 
 class RawReads:
-    """Direct reads of the first bytes of a file by some threads, each into a buffer of its own."""
+    """Direct reads of the first bytes of a file by some threads, into an arena as large as the memory for weights.
 
-    def __init__(self, path: Path, chunk_bytes: int, num_threads: int) -> None:
+    A few small buffers would be no measure: on a virtual machine the rate into one page of memory can be twice that
+    into another, and the best of several tries would find the best pages.
+    """
+
+    def __init__(self, path: Path, arena: mmap.mmap, chunk_bytes: int, num_threads: int) -> None:
         if sys.platform != "linux":
             raise BenchError("direct reads are measured on Linux only: run this benchmark there")
         self.chunk_bytes = chunk_bytes
         self.num_threads = num_threads
+        self._arena = memoryview(arena)
+        self._places = len(arena) // chunk_bytes
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._buffers = [mmap.mmap(-1, chunk_bytes) for _ in range(num_threads)]
-        for buffer in self._buffers:
-            buffer.write(bytes(chunk_bytes))  # the memory is there before the clock starts
 
     def seconds(self, num_bytes: int) -> float:
         """Wall time of reading that many bytes, to the next whole chunk."""
@@ -107,23 +110,26 @@ class RawReads:
 
     def _read(self, index: int, num_bytes: int) -> None:
         chunk = self.chunk_bytes
-        for offset in range(index * chunk, num_bytes, self.num_threads * chunk):
-            os.preadv(self._fd, [self._buffers[index]], offset)
+        for number in range(index, -(-num_bytes // chunk), self.num_threads):
+            place = number % self._places * chunk
+            os.preadv(self._fd, [self._arena[place : place + chunk]], number * chunk)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-        for buffer in self._buffers:
-            buffer.close()
+        self._arena.release()
 
 
-def best_reads(path: Path) -> RawReads:
+def best_reads(path: Path, arena_bytes: int) -> RawReads:
     """The fastest of a few chunk sizes and numbers of threads."""
     num_bytes = min(TRIED_BYTES, path.stat().st_size)
+    arena = mmap.mmap(-1, arena_bytes)
+    for start in range(0, arena_bytes, CHUNKS[0]):
+        arena[start : start + CHUNKS[0]] = bytes(min(CHUNKS[0], arena_bytes - start))  # there before the clock starts
     best, best_seconds = None, float("inf")
     for chunk_bytes in CHUNKS:
         for num_threads in THREADS:
-            reads = RawReads(path, chunk_bytes, num_threads)
+            reads = RawReads(path, arena, chunk_bytes, num_threads)
             seconds = min(reads.seconds(num_bytes) for _ in range(3))
             if seconds < best_seconds:
                 if best is not None:

@@ -156,7 +156,7 @@ def _set_up(place: Workplace, shape: Shape) -> Ground:
     place.need(int(2.2 * weights_bytes))
     path = place.folder / "model.safetensors"
     write(resident, path)
-    reads = best_reads(path)
+    reads = best_reads(path, weights_bytes // 4)
     rate = f"{reads.chunk_bytes >> 20} MiB chunks, {reads.num_threads} threads"
     place.say(f"{weights_bytes / 1e9:.2f} GB in {shape.num_blocks} blocks; best direct reads: {rate}")
     x = tokens(32, shape.width)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +38,9 @@ class Injected(Exception):
 class FailAt:
     """Raises in the n-th call of a function, before the function does anything; counts from 1."""
 
-    def __init__(self, function: Callable[..., Any], n: int, make_error: Callable[[], BaseException] = Injected) -> None:
+    def __init__(
+        self, function: Callable[..., Any], n: int, make_error: Callable[[], BaseException] = Injected
+    ) -> None:
         self.function = function
         self.n = n
         self.make_error = make_error
@@ -133,8 +138,13 @@ class Twin:
         self.module = module.eval()
         self.copy = copy.deepcopy(module)
         self.x = x
-        self.params = dict(module.named_parameters(remove_duplicate=False))
+        self.remember()
         self.expected = self.plain()
+
+    def remember(self) -> None:
+        """Note which objects are the user's parameters.  Weakly: a master that somebody holds is watched for writes."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        self.params = {name: weakref.ref(param) for name, param in named}
 
     def plain(self) -> torch.Tensor:
         """The unstreamed result."""
@@ -146,10 +156,10 @@ class Twin:
         """Bytes of all parameters, each once."""
         return weights_bytes(self.module)
 
-    @property
+    @functools.cached_property
     def memory(self) -> int:
         """A budget under which about half has to stream."""
-        return max(self.num_bytes // 2, fmstream.smallest_memory(self.module))
+        return memory_for(self.module, 0.5)
 
     def check_call(self) -> None:
         """The module, as it stands, gives the twin's result."""
@@ -163,7 +173,7 @@ class Twin:
         present = dict(self.module.named_parameters(remove_duplicate=False))
         assert present.keys() == self.params.keys()
         for name, param in present.items():
-            assert param is self.params[name], f"{name} is not the user's parameter"
+            assert param is self.params[name](), f"{name} is not the user's parameter"
         for (name, param), other in zip(self.module.named_parameters(), self.copy.parameters(), strict=True):
             assert torch.equal(param, other), f"{name} has another value"
         self.check_call()
@@ -181,6 +191,13 @@ class Twin:
 def weights_bytes(module: nn.Module) -> int:
     """Bytes of all parameters, each once."""
     return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def memory_for(module: nn.Module, share: float) -> int:
+    """A share of the weights, or the least that works."""
+    memory = max(int(weights_bytes(module) * share), fmstream.smallest_memory(module))
+    gc.collect()  # what was measured leaves cycles that hold the parameters
+    return memory
 
 
 def make_mlp(num_layers: int = 6, width: int = 64, seed: int = 0) -> nn.Sequential:
@@ -273,6 +290,8 @@ def open_descriptors(folder: Path) -> list[str]:
 def assert_clean(folder: Path) -> None:
     """No thread, no open file."""
     assert_no_threads()
+    if open_descriptors(folder):
+        gc.collect()  # a module that is garbage still maps its file
     assert open_descriptors(folder) == []
 
 

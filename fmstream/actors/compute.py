@@ -426,6 +426,8 @@ class Executor:
             record = self.prefetch.completions.pop(POLL_SECONDS)
             if record is not None:
                 self._complete(record)
+            elif self.prefetch.failure is not None:
+                raise StreamError(f"a prefetch worker died: {self.prefetch.failure}") from self.prefetch.failure
 
     def _complete(self, record: Record) -> None:
         loaded = self._pending.pop(record.sequence, None)

@@ -75,6 +75,7 @@ class _Crew:
         self._queue: deque[_Job] = deque()
         self._stopping = False
         self._dismissed = False
+        self.failure: BaseException | None = None
         self._num_busy = 0
         self._counted_until = 0.0
         self._threads = [
@@ -279,6 +280,12 @@ class PrefetchActor:
     def error(self, ticket: int) -> Exception | None:
         """Why a ticket failed, or None if it has not."""
         return self._errors.get(ticket)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What a worker died of, None while all live."""
+        crew = self._crew
+        return None if crew is None else crew.failure
 
     def abandon(self) -> tuple[int, ...]:
         """Leave the workers to end on their own; the next request starts new ones.

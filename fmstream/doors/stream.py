@@ -36,6 +36,7 @@ class Stream:
         self._config = config
         self._modules = {id(m) for root in roots.values() for m in root.modules()}
         self._suspended: list[Stream] = []
+        self._suspended_by: Stream | None = None
         self._closed = False
         self.telemetry = Telemetry()
         self._progress = make_progress(config.progress, self.telemetry.notes.append)
@@ -44,7 +45,7 @@ class Stream:
         with _opening:
             self._suspended = [other for other in list(_open) if other._modules & self._modules]
             for other in self._suspended:
-                other._suspend()
+                other._suspend(self)
             try:
                 self._session = self._start()
             except BaseException:
@@ -62,16 +63,22 @@ class Stream:
         if self._progress is not None:
             self._progress.update(snapshot(telemetry))
 
-    def _suspend(self) -> None:
+    def _suspend(self, by: Stream) -> None:
         current = self._session.current
         if current is not None and current.thread == threading.get_ident():
             raise ConfigError("these modules are streaming in a call that is going on: open the handle before it")
         _open.discard(self)
         self._session.close()
+        self._suspended_by = by
 
     def _resume_others(self) -> None:
+        """Give the modules back to whom they were taken from, or leave that to whoever took them from here."""
+        heir, self._suspended_by = self._suspended_by, None
         for other in self._suspended:
-            if not other._closed:
+            other._suspended_by = heir
+            if heir is not None:
+                heir._suspended.append(other)
+            elif not other._closed:
                 other._session = other._start()
                 _open.add(other)
         self._suspended = []

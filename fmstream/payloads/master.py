@@ -67,6 +67,7 @@ class Master:
 
     __slots__ = (
         "absent",
+        "address",
         "bound",
         "deep",
         "device",
@@ -104,7 +105,8 @@ class Master:
         self.dtype = original.dtype
         self.span = span_bytes(original)
         self.num_bytes = -(-self.span // ALIGNMENT) * ALIGNMENT
-        self.home: Home = MemoryHome(original.data_ptr(), self.span, original)
+        self.address = original.data_ptr()
+        self.home: Home = self._memory_home()
         self.seen_version = self.version()
         self.absent = Absent(self, is_param=True)
         self.requires_grad = False
@@ -177,8 +179,7 @@ class Master:
     @property
     def is_held(self) -> bool:
         """Whether somebody else holds the user's parameter object, and so may write it past its stand-in."""
-        own = 2 + isinstance(self.home, MemoryHome)  # this object's, the call's, the home's
-        return sys.getrefcount(self.original) > own
+        return sys.getrefcount(self.original) > 2  # this object's reference, and the call's
 
     def expose(self) -> torch.Tensor:
         """A plain tensor over the master's memory for somebody who may write it unseen."""
@@ -212,7 +213,15 @@ class Master:
         """From now on the master's own memory is the truth; a file's bytes are brought there first."""
         if isinstance(self.home, FileHome):
             self.copy_to(self.original.data_ptr())
-            self.home = MemoryHome(self.original.data_ptr(), self.span, self.original)
+            self.home = self._memory_home()
+
+    def take_memory(self) -> None:
+        """The master's own memory was written: it is the truth, and no file is read over it."""
+        self.home = self._memory_home()
+
+    def _memory_home(self) -> MemoryHome:
+        # An alias keeps the memory, should the user's parameter come to hold other data.
+        return MemoryHome(self.original.data_ptr(), self.span, self.memory())
 
     def prepare_write(self) -> None:
         """Called before the master's memory is written."""
@@ -239,6 +248,8 @@ class Master:
         before, shown = self.memory(), self.shown()
         with torch.inference_mode(False):
             self.original.data = plain
+        if not shown:
+            return  # the modules have been given back, or surveyed again
         successor = Master(self.index, self.name, self.original, self.device, self.keeper)
         successor.slots, successor.deep, self.slots, self.deep = self.slots, self.deep, [], []
         if (successor.size, successor.stride, successor.dtype) == (self.size, self.stride, self.dtype):
@@ -258,14 +269,21 @@ class Master:
 
     def shown(self) -> tuple[torch.Tensor, ...]:
         """The tensors that a slot of this parameter may show."""
-        return (self.absent,) if self.bound is None else (self.absent, self.bound)
+        return tuple(tensor for tensor in (self.absent, self.bound) if tensor is not None)
+
+    def retire(self) -> None:
+        """No module shows this parameter's stand-in any more: break the cycle between them."""
+        self.bound = None
+        self.absent = None  # type: ignore[assignment]
+        self.slots, self.deep = [], []
 
     def share_memory(self) -> None:
         """Move the master's memory to memory that processes can share."""
         self.keeper.settle()
         self.to_memory()
         self.original.share_memory_()
-        self.home = MemoryHome(self.original.data_ptr(), self.span, self.original)
+        self.address = self.original.data_ptr()
+        self.home = self._memory_home()
 
     # Showing
 

@@ -39,6 +39,7 @@ MAX_ROUTES = 8
 """Routes kept for each root; the oldest is dropped."""
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_sharing = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -62,7 +63,8 @@ class Root:
         """Take the route that the scheduler has made."""
         if self.pending is None:
             return
-        route, self.pending = self.pending.result(), None
+        pending, self.pending = self.pending, None
+        route = pending.result()
         if route is not None:
             self.routes.pop(self.pending_key, None)
             while len(self.routes) >= MAX_ROUTES:
@@ -194,9 +196,15 @@ class Session:
             self._executor.stop_reason = error
 
     def _share_locks(self) -> None:
-        """Take the lock of every session that holds some of the same memory, in an order that all agree on."""
-        others = [s for s in list(_sessions) if s is not self and not s.closed and s._storages & self._storages]
-        self._locks = sorted({id(s.lock): s.lock for s in (self, *others)}.values(), key=id)
+        """Sessions that hold some of the same memory take all their locks, in an order that all agree on."""
+        with _sharing:
+            group = [s for s in list(_sessions) if s is not self and not s.closed and s._storages & self._storages]
+            locks = {id(lock): lock for session in (self, *group) for lock in session._locks}
+            ordered = [locks[key] for key in sorted(locks)]
+            for session in list(_sessions):
+                if any(id(lock) in locks for lock in session._locks):
+                    session._locks = ordered
+            self._locks = ordered
 
     def close(self) -> None:
         """Restore the modules and stop the actors.  Idempotent; within a pass it takes effect at its end."""

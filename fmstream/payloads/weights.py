@@ -126,7 +126,7 @@ class Weights:
                 _restore(module._parameters, self)
                 _restore(module._buffers, self)
         for master in self.masters:
-            master.bound = None
+            master.retire()
         self._structure = []
 
     def unspill(self) -> None:
@@ -161,13 +161,16 @@ class Weights:
     def refresh_masters(self) -> None:
         """Notice writes that went past the stand-ins: to the user's own parameter objects, or through aliases."""
         for master in self.masters:
+            held = master.is_held
             original = master.original
+            if held and original.data_ptr() != master.address:
+                self.changed_shape = True
             if not original.is_inference() and original._version != master.seen_version:
                 master.seen_version = original._version
                 self._written_unseen(master)
             if original.requires_grad != master.requires_grad:
                 master.follow_requires_grad()
-            if master.is_held:
+            if held:
                 self._exposed.add(master.index)
         for index in self._exposed:
             master = self.masters[index]
@@ -176,7 +179,7 @@ class Weights:
 
     def _written_unseen(self, master: Master) -> None:
         # The memory holds the change, so it is the truth: no file is read over it.
-        master.home = MemoryHome(master.original.data_ptr(), master.span, master.original)
+        master.take_memory()
         self.changed(master)
 
     def _write_back(self, params: Sequence[int], part: Part) -> None:
