@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fmstream.actors.prefetch import CANCELLED, Piece, PrefetchActor
+from fmstream.actors.prefetch import CANCELLED, Piece, PrefetchActor, Request
 from fmstream.core.arena import Window, num_pages, pack
 from fmstream.core.pages import PageTable
 from fmstream.core.plan import Plan
@@ -23,6 +23,10 @@ from fmstream.errors import CancelledRun, MemoryBudgetError, StreamError
 
 POLL_SECONDS = 0.1
 """Longest sleep in a wait before cancellation is looked at again."""
+MAX_RECORDS = 64
+"""Completions taken at once."""
+MAX_REQUESTS = 8192
+"""Prepared requests that are remembered."""
 GRACE_SECONDS = 0.5
 """How long reads under way may take to end before their memory is orphaned."""
 
@@ -40,8 +44,8 @@ class Payload(Protocol):
     def bind(self, param: int, part: Part, offset: int) -> None:
         """Show the bytes at ``offset`` of ``part`` as the parameter."""
 
-    def unbind(self, params: Sequence[int], part: Part) -> None:
-        """Show the stand-ins again; ``part`` is what they were bound to."""
+    def unbind(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
+        """Show the stand-ins again; ``part`` and ``offsets`` are what they were bound to."""
 
     def rewrite(self, param: int, address: int) -> None:
         """Copy the master's present bytes to ``address``."""
@@ -120,6 +124,7 @@ class Executor:
         self.residents: Loaded | None = None
         self.current: Loaded | None = None
         self._units = []
+        self._requests: dict[tuple[int, int], tuple[Run, Request]] = {}
         self._first_demand_page = 0
         self._ahead: deque[Loaded] = deque()
         self._demanded: list[Loaded] = []
@@ -250,6 +255,7 @@ class Executor:
 
     def refresh(self, param: int) -> None:
         """The master of ``param`` changed: bring the change to every copy in fast memory."""
+        self._requests.clear()  # its home may be another one
         for loaded in self._everything():
             run = loaded.run
             if param in run.params:
@@ -379,15 +385,9 @@ class Executor:
         self._ticket += 1
         part = slab.part(frame * self.page_bytes, run.count * self.page_bytes)
         loaded = Loaded(run, frame, self._ticket, part)
-        base = part.address
-        pieces = [
-            piece
-            for param, offset in zip(run.params, run.offsets, strict=True)
-            for piece in self.payload.pieces(param, base + offset)
-        ]
         self._pending[loaded.ticket] = loaded
         try:
-            self.prefetch.submit(loaded.ticket, pieces, slab, run.name)
+            self.prefetch.submit(loaded.ticket, self._request(run, part), slab, run.name)
         except BaseException:
             del self._pending[loaded.ticket]
             self.pages.cancel(run.start, run.count)
@@ -395,8 +395,26 @@ class Executor:
         self.streamed_bytes += run.num_bytes
         return loaded
 
+    def _request(self, run: Run, part: Part) -> Request:
+        """The copies that bring a run to a part; runs come to the same places again and again."""
+        known = self._requests.get((run.start, part.address))
+        if known is not None and known[0] is run:
+            return known[1]
+        request = self.prefetch.prepare(
+            [
+                piece
+                for param, offset in zip(run.params, run.offsets, strict=True)
+                for piece in self.payload.pieces(param, part.address + offset)
+            ]
+        )
+        if len(self._requests) >= MAX_REQUESTS:
+            self._requests.clear()
+        self._requests[run.start, part.address] = (run, request)
+        return request
+
     def _wait(self, loaded: Loaded) -> None:
         self.check_stop()
+        self._collect_ready()
         if loaded.ticket in self._pending:
             began = time.perf_counter()
             try:
@@ -428,6 +446,11 @@ class Executor:
                 self._complete(record)
             elif self.prefetch.failure is not None:
                 raise StreamError(f"a prefetch worker died: {self.prefetch.failure}") from self.prefetch.failure
+
+    def _collect_ready(self) -> None:
+        """Take the completions that are there."""
+        for record in self.prefetch.completions.pop_many(MAX_RECORDS):
+            self._complete(record)
 
     def _complete(self, record: Record) -> None:
         loaded = self._pending.pop(record.sequence, None)
@@ -489,7 +512,7 @@ class Executor:
     def _unbind(self, loaded: Loaded) -> None:
         if not loaded.bound:
             return
-        self.payload.unbind(loaded.run.params, loaded.part)
+        self.payload.unbind(loaded.run.params, loaded.run.offsets, loaded.part)
         loaded.bound = False
         self.pages.unpin(loaded.run.start, loaded.run.count)
 

@@ -10,6 +10,7 @@ still write to.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
@@ -17,15 +18,19 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
-from fmstream.actors.chunks import Chunk, Piece, split
+from fmstream.actors.chunks import Chunk, MoveChunk, Piece, split
 from fmstream.core.ring import Record, Ring
 from fmstream.core.telemetry import Span, Telemetry
 from fmstream.device.direct import PAGE_BYTES
 from fmstream.device.files import Staging
 from fmstream.errors import ClosedError, ConfigError, ForkedError
 
-__all__ = ["CANCELLED", "DONE", "FAILED", "Piece", "PrefetchActor"]
+__all__ = ["CANCELLED", "DONE", "FAILED", "Piece", "PrefetchActor", "Request"]
+
+INLINE_BYTES: Final = 256 << 10
+"""Copies from memory to memory up to this size are made by the thread that asks for them."""
 
 DONE = 0
 """Operation of a completion record: every byte of the ticket is in place."""
@@ -33,6 +38,13 @@ FAILED = 1
 """Operation of a completion record: `PrefetchActor.error` says why; some bytes may be in place."""
 CANCELLED = 2
 """Operation of a completion record: the ticket was cancelled and nothing writes for it any more."""
+
+
+class Request(NamedTuple):
+    """Pieces, cut into chunks."""
+
+    chunks: tuple[Chunk, ...]
+    pieces: tuple[Piece, ...]
 
 
 class _Job:
@@ -147,6 +159,8 @@ class _Crew:
                 if self._stopping:
                     return
                 self._work_once(lane, extent, staging)
+        except BaseException as error:  # not a read's failure, which is its ticket's: nobody would hear of this one
+            self.failure = error
         finally:
             extent.close()
             staging.close()
@@ -244,8 +258,14 @@ class PrefetchActor:
         self._pid = os.getpid()
         self._closed = False
 
-    def submit(self, ticket: int, pieces: Sequence[Piece], keep: object, name: str) -> None:
+    def prepare(self, pieces: Sequence[Piece]) -> Request:
+        """Cut pieces into chunks; what comes back may be submitted as often as they are wanted at the same place."""
+        return Request(tuple(split(pieces, self._chunk_bytes)), tuple(pieces))
+
+    def submit(self, ticket: int, pieces: Sequence[Piece] | Request, keep: object, name: str) -> None:
         """Ask for pieces; returns at once.
+
+        A small copy from memory to memory is made here and now: to hand it over would take longer.
 
         Args:
             ticket: a number that no other request on its way has.
@@ -257,16 +277,33 @@ class PrefetchActor:
             ClosedError: the actor is closed.
             ForkedError: this process is a child of the one that made the actor.
         """
+        request = pieces if isinstance(pieces, Request) else self.prepare(pieces)
         if os.getpid() != self._pid:
             raise ForkedError(f"{name!r} is asked for in a forked child: open a new handle there")
-        job = _Job(ticket, deque(split(pieces, self._chunk_bytes)), (keep, tuple(pieces)), name)
+        if self._closed:
+            raise ClosedError(f"{name!r} is asked for after the prefetch actor was closed")
+        if len(request.chunks) == 1 and isinstance(request.chunks[0], MoveChunk):
+            chunk = request.chunks[0]
+            if chunk.num_bytes <= INLINE_BYTES:
+                self._carry_out_here(ticket, chunk, name)
+                return
+        job = _Job(ticket, deque(request.chunks), (keep, request.pieces), name)
         with self._lock:
-            if self._closed:
-                raise ClosedError(f"{name!r} is asked for after the prefetch actor was closed")
             if self._crew is None:
                 self._start_crew()
             assert self._crew is not None
             self._crew.submit(job)
+
+    def _carry_out_here(self, ticket: int, chunk: MoveChunk, name: str) -> None:
+        start = time.perf_counter()
+        for part in chunk.parts:
+            ctypes.memmove(part.dst, part.source, part.num_bytes)
+        end = time.perf_counter()
+        telemetry = self._telemetry
+        telemetry.link_seconds += end - start
+        telemetry.link_bytes += chunk.num_bytes
+        telemetry.spans.append(Span("copy 0", name, start, end, chunk.num_bytes))
+        self.completions.push(Record(DONE, 0, 0, ticket))
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """Drop what has not begun; each ticket is reported as cancelled when none of its chunks is running.

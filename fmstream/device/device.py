@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import sys
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from fmstream.errors import ConfigError
 
+HUGE_BYTES = 4 << 20
+"""The least memory for which large pages are asked."""
 MAX_PARTS = 4096
 """Parts of a slab that are remembered; making one costs some microseconds."""
 
@@ -22,11 +26,13 @@ class Part:
     tensor still looks into this very stretch, and ``was_written()`` whether one was written in place.
     """
 
-    __slots__ = ("_own", "_seen_version", "_storage", "_typed", "address", "tensor")
+    __slots__ = ("_own", "_seen_version", "_storage", "_typed", "address", "shown", "tensor")
 
     def __init__(self, tensor: torch.Tensor, address: int) -> None:
         self.tensor = tensor
         self.address = address
+        self.shown: dict[Any, torch.Tensor] = {}
+        """Views that are kept for the next use of the same place; see `keep` and `drop`."""
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._storage = tensor.untyped_storage()
         self._seen_version = tensor._version
@@ -45,6 +51,16 @@ class Part:
             self._own += 1
         return view
 
+    def keep(self, key: Any, view: torch.Tensor) -> None:
+        """Count a view among the part's own, and find it again under ``key``."""
+        self.shown[key] = view
+        self._own += 1
+
+    def drop(self, key: Any) -> None:
+        """Undo `keep`; does nothing for an unknown key."""
+        if self.shown.pop(key, None) is not None:
+            self._own -= 1
+
     def num_views(self) -> int:
         """Tensors that share this memory, other than the part's own."""
         return self._count() - self._own
@@ -59,7 +75,7 @@ class Part:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one of the part's own views."""
-        return tensor is self.tensor or any(tensor is view for view in self._typed.values())
+        return tensor is self.tensor or any(tensor is view for view in (*self._typed.values(), *self.shown.values()))
 
 
 class Slab(Protocol):
@@ -95,7 +111,7 @@ class CpuSlab:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        self._memory = mmap.mmap(-1, self.num_bytes)
+        self._memory = private_memory(self.num_bytes)
         self._parts: dict[tuple[int, int], Part] = {}
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
@@ -114,6 +130,18 @@ class CpuSlab:
     def parts(self) -> Iterable[Part]:
         """All parts that were made."""
         return self._parts.values()
+
+
+def private_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory of this process alone, in large pages where the system has them."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Reads bypass the page cache: the disk writes here directly, in fewer and longer stretches.
+        with contextlib.suppress(OSError):  # the kernel was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class CpuDevice:

@@ -237,11 +237,7 @@ _METADATA = (
     "is_mtia is_vulkan is_xla"
 )
 _AS_IS = {
-    *(
-        _tensor_property(name, "__get__")
-        for name in _METADATA.split()
-        if hasattr(torch.Tensor, name)
-    ),
+    *(_tensor_property(name, "__get__") for name in _METADATA.split() if hasattr(torch.Tensor, name)),
     torch.Tensor.size,
     torch.Tensor.stride,
     torch.Tensor.dim,

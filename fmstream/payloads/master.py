@@ -13,7 +13,7 @@ from torch import nn
 from fmstream.core.plan import ALIGNMENT
 from fmstream.device.files import Staging
 from fmstream.device.homes import FileHome, Home, MemoryHome
-from fmstream.payloads.absent import Absent, make_bound
+from fmstream.payloads.absent import Absent
 
 STAGING_BYTES = 1 << 20
 """For reads on the calling thread."""
@@ -131,7 +131,7 @@ class Master:
     def watch_grad(self) -> None:
         """Hand the gradient of what is shown now to the user's parameter, should there be one."""
         bound = self.bound
-        if bound is not None and bound.is_leaf and bound.requires_grad:
+        if bound is not None and bound.is_leaf and bound.requires_grad and not bound._post_accumulate_grad_hooks:
             bound.register_post_accumulate_grad_hook(_hand_over_grad)  # type: ignore[no-untyped-call]
 
     # Reading
@@ -284,12 +284,13 @@ class Master:
         self.original.share_memory_()
         self.address = self.original.data_ptr()
         self.home = self._memory_home()
+        self.keeper.changed(self)
 
     # Showing
 
-    def bind(self, view: torch.Tensor) -> None:
+    def bind(self, bound: torch.Tensor) -> None:
         """Show a view of fast memory in every slot that still shows the stand-in."""
-        bound = self.bound = make_bound(self, view)
+        self.bound = bound
         absent = self.absent
         for holder, key in self.slots:
             if holder.get(key) is absent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import gc
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from fmstream.core.telemetry import Telemetry
 from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
 from fmstream.device.spill import SpillFile
-from fmstream.payloads.absent import Absent, Bound
+from fmstream.payloads.absent import Absent, Bound, make_bound
 from fmstream.payloads.master import Master
 from fmstream.payloads.sites import Site, Survey, survey
 
@@ -127,6 +128,7 @@ class Weights:
                 _restore(module._buffers, self)
         for master in self.masters:
             master.retire()
+        self.masters = []  # each refers to a parameter of the user's, and so would look like somebody who holds it
         self._structure = []
 
     def unspill(self) -> None:
@@ -249,8 +251,14 @@ class Weights:
 
     def changed(self, master: Master) -> None:
         """Renew copies in fast memory."""
-        if self.executor is not None and self._is_present(master):
-            self.executor.refresh(master.index)
+        if self.executor is None or not self._is_present(master):
+            return
+        self.executor.refresh(master.index)
+        if self.executor.slab is not None:
+            # Casts of a tensor that is shown again may be remembered elsewhere (autocast): show another one.
+            for part in self.executor.slab.parts():
+                for key in [key for key in part.shown if key[0] == master.index]:
+                    part.drop(key)
 
     def succeeded(self, master: Master, successor: Master) -> None:
         """Survey again before the next pass."""
@@ -298,19 +306,32 @@ class Weights:
     def bind(self, param: int, part: Part, offset: int) -> None:
         """Show a view of fast memory."""
         master = self.masters[param]
-        dtype = master.dtype
-        master.bind(part.typed(dtype).as_strided(master.size, master.stride, offset // dtype.itemsize))
+        bound = part.shown.get((param, offset))
+        in_graph = master.requires_grad and torch.is_grad_enabled()
+        if bound is None or in_graph or bound.requires_grad != master.requires_grad:
+            dtype = master.dtype
+            view = part.typed(dtype).as_strided(master.size, master.stride, offset // dtype.itemsize)
+            bound = make_bound(master, view)
+            if not in_graph:
+                part.drop((param, offset))
+                part.keep((param, offset), bound)
+        master.bind(bound)
         if self._watch_grads:
             master.watch_grad()
 
-    def unbind(self, params: Sequence[int], part: Part) -> None:
+    def unbind(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
         """Show the stand-ins again; in-place writes are brought to the masters first."""
         if part.was_written():
             self._write_back(params, part)
-        masters = self.masters
-        for param in params:
-            if masters[param].bound is not None and not masters[param].unbind():
+        masters, shown = self.masters, part.shown
+        for param, offset in zip(params, offsets, strict=True):
+            master = masters[param]
+            if master.bound is not None and not master.unbind():
                 self.changed_shape = True
+            kept = shown.get((param, offset))
+            # Besides the dict, this frame and the call: somebody took the tensor itself along.
+            if kept is not None and sys.getrefcount(kept) > 3:
+                part.drop((param, offset))
 
     def rewrite(self, param: int, address: int) -> None:
         """Copy the master's present bytes over a copy in fast memory."""
