@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bench.contract import BenchError
+from fmstream.device.memory import private_memory
 
 CHUNKS: Final = (1 << 20, 4 << 20, 8 << 20, 16 << 20)
 THREADS: Final = (1, 2, 4)
@@ -123,7 +124,7 @@ class RawReads:
 def best_reads(path: Path, arena_bytes: int) -> RawReads:
     """The fastest of a few chunk sizes and numbers of threads."""
     num_bytes = min(TRIED_BYTES, path.stat().st_size)
-    arena = mmap.mmap(-1, arena_bytes)
+    arena = private_memory(arena_bytes)  # of the kind that the runtime reads into
     for start in range(0, arena_bytes, CHUNKS[0]):
         arena[start : start + CHUNKS[0]] = bytes(min(CHUNKS[0], arena_bytes - start))  # there before the clock starts
     best, best_seconds = None, float("inf")

@@ -99,7 +99,7 @@ class StreamConfig:
         prefetch_window: units staged ahead of the compute actor, at least 1; "auto" lets the planner choose.
         unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
         staging: host memory through which files are read.
-        num_workers: prefetch threads.
+        num_workers: prefetch threads; while one copies out of its staging, the others keep the disk busy.
         spill_dir: folder for weights that have no file and should not stay in RAM; None keeps them in RAM.
         progress: whether to show the progress of a run on the terminal.
 
@@ -112,8 +112,8 @@ class StreamConfig:
     device: str | None = None
     prefetch_window: int | Literal["auto"] = "auto"
     unit: int | str = "auto"
-    staging: int | str = "16MiB"
-    num_workers: int = 2
+    staging: int | str = "8MiB"
+    num_workers: int = 3
     spill_dir: str | os.PathLike[str] | None = None
     progress: bool = False
 
@@ -130,7 +130,7 @@ class StreamConfig:
                 f"staging={self.staging!r} is less than a page of {MIN_STAGING_BYTES} bytes: give some megabytes"
             )
         if not _is_int(self.num_workers) or not 1 <= self.num_workers <= MAX_WORKERS:
-            raise ConfigError(f"num_workers={self.num_workers!r} is no int from 1 to {MAX_WORKERS}: 2 is the default")
+            raise ConfigError(f"num_workers={self.num_workers!r} is no int from 1 to {MAX_WORKERS}: 3 is the default")
         if self.spill_dir is not None and not isinstance(self.spill_dir, os.PathLike):
             _check_text("spill_dir", self.spill_dir, "name a folder")
         if not isinstance(self.progress, bool):

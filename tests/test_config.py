@@ -81,7 +81,7 @@ def test_defaults_are_valid() -> None:
     config = StreamConfig()
     assert (config.policy, config.memory, config.prefetch_window) == ("overlap_async", "auto", "auto")
     assert config.unit_bytes is None
-    assert config.staging_bytes == 16 * 1024**2
+    assert config.staging_bytes == 8 * 1024**2
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.memory = 1  # type: ignore[misc]
 

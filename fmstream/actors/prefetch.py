@@ -29,6 +29,8 @@ from fmstream.errors import ClosedError, ConfigError, ForkedError
 
 __all__ = ["CANCELLED", "DONE", "FAILED", "Piece", "PrefetchActor", "Request"]
 
+MAX_CHUNK_BYTES: Final = 2 << 20
+"""Larger reads are no faster, and leave workers idle at the end of a ticket: one copies while another reads."""
 INLINE_BYTES: Final = 256 << 10
 """Copies from memory to memory up to this size are made by the thread that asks for them."""
 
@@ -229,7 +231,7 @@ class PrefetchActor:
             ``op`` one of `DONE`, `FAILED`, `CANCELLED`.
     """
 
-    def __init__(self, num_workers: int = 2, staging_bytes: int = 16 << 20, telemetry: Telemetry | None = None) -> None:
+    def __init__(self, num_workers: int = 2, staging_bytes: int = 8 << 20, telemetry: Telemetry | None = None) -> None:
         """Prepare; no thread is started yet.
 
         Args:
@@ -250,7 +252,7 @@ class PrefetchActor:
             )
         self.completions = Ring()
         self._num_workers = num_workers
-        self._chunk_bytes = (num_pages - 1) * PAGE_BYTES
+        self._chunk_bytes = min((num_pages - 1) * PAGE_BYTES, MAX_CHUNK_BYTES)
         self._telemetry = Telemetry() if telemetry is None else telemetry
         self._errors: dict[int, Exception] = {}
         self._crew: _Crew | None = None

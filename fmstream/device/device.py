@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
-import sys
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
+from fmstream.device.memory import private_memory
 from fmstream.errors import ConfigError
 
-HUGE_BYTES = 4 << 20
-"""The least memory for which large pages are asked."""
 MAX_PARTS = 4096
 """Parts of a slab that are remembered; making one costs some microseconds."""
 
@@ -130,18 +127,6 @@ class CpuSlab:
     def parts(self) -> Iterable[Part]:
         """All parts that were made."""
         return self._parts.values()
-
-
-def private_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone, in large pages where the system has them."""
-    if sys.platform == "win32":
-        return mmap.mmap(-1, num_bytes)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Reads bypass the page cache: the disk writes here directly, in fewer and longer stretches.
-        with contextlib.suppress(OSError):  # the kernel was built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 class CpuDevice:

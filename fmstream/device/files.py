@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from fmstream.device.direct import PAGE_BYTES, open_reader
+from fmstream.device.memory import private_memory
 from fmstream.errors import ClosedError
 
 
@@ -39,11 +38,7 @@ class Staging:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
-        if sys.platform == "win32":
-            self._area = mmap.mmap(-1, self.num_bytes)
-        else:
-            # Private, so that a forked child cannot write into it.
-            self._area = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._area = private_memory(self.num_bytes)
         self._export: ctypes.c_char | None = ctypes.c_char.from_buffer(self._area)
         self.address = ctypes.addressof(self._export)
 
