@@ -16,4 +16,4 @@ def plan(trace: Trace, limits: Limits, costs: Costs) -> Plan:
         drawing.settle(drawing.kept, drawing.chunks(target), min(2 * drawing.largest_pages(target), drawing.room_pages))
         for target in drawing.targets()
     ]
-    return drawing.plan("one_ahead", fastest(drafts))
+    return drawing.plan("one_ahead", fastest(drafts, trace.seconds))

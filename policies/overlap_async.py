@@ -41,7 +41,7 @@ def plan(trace: Trace, limits: Limits, costs: Costs) -> Plan:
         for whole_units in (False, True)
     ]
     drawn = _search(drawing, variants, drawn)
-    return drawing.plan(NAME, fastest(drawn.values()))
+    return drawing.plan(NAME, fastest(drawn.values(), trace.seconds))
 
 
 def _windows(drawing: Drawing, target_bytes: int) -> list[int]:

@@ -15,4 +15,4 @@ def plan(trace: Trace, limits: Limits, costs: Costs) -> Plan:
         return resident
     drawing = Drawing(trace, limits, costs, lookahead=0, wrap=False)
     choices = (Choice(t, drawing.largest_pages(t), whole_units=w) for t in drawing.targets() for w in (False, True))
-    return drawing.plan("sync", fastest(map(drawing.draw, choices)))
+    return drawing.plan("sync", fastest(map(drawing.draw, choices), trace.seconds))

@@ -18,7 +18,9 @@ SPACINGS = (byte_weights, time_weights, mixed_weights)
 FINEST = 384
 """Units into which a pass is cut at most: finer ones cost planning time and gain nothing."""
 TIE = 0.005
-"""Drafts whose times differ by less than this share count as equally fast."""
+"""Drafts whose times differ by less than this share count as equally fast,"""
+COMPUTE_TIE = 0.02
+"""and so do those that are within this share of computing alone: each byte that they move costs memory bandwidth."""
 SHARES = (256, 128, 64, 32, 16, 8)
 """Unit sizes to try, as parts of the bytes that could be streamed."""
 
@@ -148,10 +150,13 @@ class Drawing:
         )
 
 
-def fastest(drafts: Iterable[Draft | None]) -> Draft:
-    """The fastest draft; of those within 0.5 % of it the one that streams least, then the smallest window."""
+def fastest(drafts: Iterable[Draft | None], compute: float) -> Draft:
+    """The fastest draft; of those that count as equally fast the one that streams least, then the smallest window.
+
+    ``compute`` is the seconds that computing alone takes.
+    """
     drawn = [draft for draft in drafts if draft is not None]
-    limit = min(draft.seconds for draft in drawn) * (1 + TIE)
+    limit = max(min(draft.seconds for draft in drawn) * (1 + TIE), compute * (1 + COMPUTE_TIE))
     near = [draft for draft in drawn if draft.seconds <= limit]
     return min(near, key=lambda draft: (draft.streamed_bytes, draft.window_pages, draft.seconds))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 from fmstream.core.plan import Costs, Limits, Plan, Prediction
@@ -14,10 +15,14 @@ from fmstream.payloads.passes import Route
 
 FIRST_RATE = 1e9
 """Bytes a second that are assumed before anything was measured."""
+RATES = 4
+"""Passes over which the best rate is taken."""
 LATENCY_SECONDS = 2e-4
 """From the issue of a load to its first byte: two thread switches and a system call."""
 GAIN = 0.97
-"""Another plan is worth its reload if it takes less than this share of the present one's time."""
+"""Another plan is worth its reload if it takes less than this share of the present one's time,"""
+FEWER_BYTES = 0.9
+"""or if it takes no longer and moves less than this share of the bytes: each costs memory bandwidth and a core."""
 REFINE_AFTER = (1, 3)
 """Passes on a route after which its times are taken anew: the traced pass was colder than the others."""
 DRIFT = 0.25
@@ -26,10 +31,18 @@ DRIFT_PASSES = 3
 
 
 class Meter:
-    """The link's rate as it was last measured, by which plans are made."""
+    """The link's rate, by which plans are made: the best of the last passes.
+
+    A pass that computes most of the time keeps few workers busy, and shows less than the link can do.
+    """
 
     def __init__(self) -> None:
-        self.costs = Costs(FIRST_RATE, LATENCY_SECONDS)
+        self._rates: deque[float] = deque(maxlen=RATES)
+
+    @property
+    def costs(self) -> Costs:
+        """What moving weights costs."""
+        return Costs(max(self._rates, default=FIRST_RATE), LATENCY_SECONDS)
 
     def look(self, telemetry: Telemetry) -> tuple[float, int]:
         """Busy seconds and bytes so far."""
@@ -39,7 +52,7 @@ class Meter:
         """Take the rate since an earlier look, if enough was moved to tell."""
         seconds, num_bytes = telemetry.link_seconds - since[0], telemetry.link_bytes - since[1]
         if num_bytes > 0 and seconds > 1e-6:
-            self.costs = Costs(num_bytes / seconds, LATENCY_SECONDS)
+            self._rates.append(num_bytes / seconds)
 
 
 class Planner:
@@ -74,7 +87,7 @@ class Planner:
         """The route with a prediction from newer times, or a new one where that is clearly faster."""
         predicted = self.predict(route.plan, trace)
         better = self.make(trace, pinned)
-        if better is not None and better.predicted.seconds < GAIN * predicted.seconds:
+        if better is not None and _is_worth_it(better.plan, route.plan, predicted.seconds):
             better.num_passes = route.num_passes
             return better
         kept = Route(trace, route.plan, predicted)
@@ -99,3 +112,10 @@ class Planner:
         free = trace.between if plan.wrap else 0.0
         regime = "compute-bound" if trace.seconds >= link else "link-bound"
         return Prediction(seconds, trace.seconds, link, max(trace.seconds, link - free), regime)
+
+
+def _is_worth_it(better: Plan, present: Plan, present_seconds: float) -> bool:
+    seconds = better.predicted.seconds
+    if seconds < GAIN * present_seconds:
+        return True
+    return seconds <= present_seconds / GAIN and better.streamed_bytes < FEWER_BYTES * present.streamed_bytes
