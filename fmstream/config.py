@@ -93,9 +93,9 @@ class StreamConfig:
 
     Attributes:
         policy: what is resident and what is loaded when; one of `fmstream.policies`.
-        memory: fast memory for weights: bytes, "6GiB", "512MB", "50%" (of the weights), "auto" (measured), or None
-            (no limit).
-        device: where to compute, such as "cuda:0"; None takes the device that the modules are on.
+        memory: fast memory for weights: bytes, "6GiB", "512MB", "50%" (of the weights), "auto" (half of the host
+            memory that is free), or None (no limit).
+        device: where to compute; this version knows "cpu", which is also the default.
         prefetch_window: units staged ahead of the compute actor, at least 1; "auto" lets the planner choose.
         unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
         staging: host memory through which files are read.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from fmstream.actors.prefetch import CANCELLED, Piece, PrefetchActor, Request
-from fmstream.core.arena import Window, num_pages, pack
+from fmstream.actors.prefetch import CANCELLED, PrefetchActor, Request
+from fmstream.actors.runs import Loaded, Payload, Run
+from fmstream.core.arena import Arena, Window, num_pages, pack
 from fmstream.core.pages import PageTable
 from fmstream.core.plan import Plan
 from fmstream.core.ring import Record
@@ -29,57 +29,6 @@ MAX_REQUESTS = 8192
 """Prepared requests that are remembered."""
 GRACE_SECONDS = 0.5
 """How long reads under way may take to end before their memory is orphaned."""
-
-
-class Payload(Protocol):
-    """What the executor moves: parameters by id."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Bytes of each parameter in fast memory, a multiple of 64."""
-
-    def pieces(self, param: int, address: int) -> Iterable[Piece]:
-        """The copies that bring a parameter to ``address``."""
-
-    def bind(self, param: int, part: Part, offset: int) -> None:
-        """Show the bytes at ``offset`` of ``part`` as the parameter."""
-
-    def unbind(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
-        """Show the stand-ins again; ``part`` and ``offsets`` are what they were bound to."""
-
-    def rewrite(self, param: int, address: int) -> None:
-        """Copy the master's present bytes to ``address``."""
-
-    def escaped(self, params: Sequence[int]) -> None:
-        """Some of these are aliased by a tensor that outlived their use."""
-
-    def outlived(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
-        """Some of these are aliased by a tensor that outlived the pass; ``offsets`` are theirs in ``part``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Parameters that arrive and leave together, and the pages that they occupy."""
-
-    name: str
-    params: tuple[int, ...]
-    offsets: tuple[int, ...]
-    num_bytes: int
-    start: int
-    count: int
-
-
-@dataclass(slots=True, eq=False)
-class Loaded:
-    """A run with frames: on its way, or in use."""
-
-    run: Run
-    frame: int
-    ticket: int
-    part: Part
-    position: int | None = None
-    """Place in the window; None for residents and demand loads."""
-    bound: bool = False
 
 
 class Executor:
@@ -103,7 +52,8 @@ class Executor:
         self.prefetch = prefetch
         self.telemetry = telemetry
         self.page_bytes = page_bytes
-        self.num_frames = memory_bytes // page_bytes
+        self.arena = Arena(memory_bytes, page_bytes)
+        self.num_frames = self.arena.num_frames
         self.plan: Plan | None = None
         self.slab: Slab | None = None
         self.stop_reason: BaseException | None = None
@@ -120,6 +70,7 @@ class Executor:
         """An empty slab: no plan, nothing loaded."""
         self.plan = None
         self.pages = PageTable(self.num_frames, self.num_frames)
+        self.arena = Arena(self.arena.num_bytes, self.page_bytes)
         self.window: Window | None = None
         self.residents: Loaded | None = None
         self.current: Loaded | None = None
@@ -155,9 +106,8 @@ class Executor:
         self._units = [make_run(f"unit {i}", unit.params) for i, unit in enumerate(plan.units)]
         self._first_demand_page = page
         self.pages = PageTable(page + self.num_frames, self.num_frames)
-        first_frame = resident_run.count if resident_run else 0
         if plan.window_bytes:
-            self.window = Window(plan.window_bytes // self.page_bytes, first_frame)
+            self.window = self.arena.split(plan.window_bytes)
         self._next = 0
         if resident_run:
             self.residents = self._submit(resident_run, 0, slab)
@@ -377,13 +327,13 @@ class Executor:
 
     def _slab(self) -> Slab:
         if self.slab is None:
-            self.slab = self.device.slab(self.num_frames * self.page_bytes)
+            self.slab = self.device.slab(self.arena.num_bytes)
         return self.slab
 
     def _submit(self, run: Run, frame: int, slab: Slab) -> Loaded:
         self.pages.load(run.start, run.count, frame)
         self._ticket += 1
-        part = slab.part(frame * self.page_bytes, run.count * self.page_bytes)
+        part = slab.part(self.arena.offset_of(frame), run.count * self.page_bytes)
         loaded = Loaded(run, frame, self._ticket, part)
         self._pending[loaded.ticket] = loaded
         try:

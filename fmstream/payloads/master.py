@@ -281,7 +281,7 @@ class Master:
         """Move the master's memory to memory that processes can share."""
         self.keeper.settle()
         self.to_memory()
-        self.original.share_memory_()
+        self.original.share_memory_()  # type: ignore[no-untyped-call]
         self.address = self.original.data_ptr()
         self.home = self._memory_home()
         self.keeper.changed(self)

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fmstream.actors.compute import Executor, Loaded
+from fmstream.actors.compute import Executor
+from fmstream.actors.runs import Loaded
 from fmstream.core.plan import Plan, Prediction
 from fmstream.core.telemetry import Span
 from fmstream.core.trace import Call, Trace
@@ -91,16 +92,13 @@ class Pass:
         self._kept: Loaded | None = None
         self._waited_before = executor.waited
         self.began = time.perf_counter()
+        self.seconds = 0.0
+        """Wall time, known at the end."""
         self._mark = self.began
 
     def clock(self) -> float:
         """Seconds on the compute clock."""
         return time.perf_counter() - self.began - (self.executor.waited - self._waited_before)
-
-    @property
-    def waited(self) -> float:
-        """Seconds of this pass that were spent waiting for weights."""
-        return self.executor.waited - self._waited_before
 
     # The calls of a site.  A token is an index on the route, or None, or what the demand load returned.
 
@@ -230,6 +228,7 @@ class Pass:
     def finish(self) -> None:
         """Close the last stretch of computing."""
         self._lane()
+        self.seconds = time.perf_counter() - self.began
 
     def trace(self, between: float) -> Trace:
         """What happened, as the planner needs it: the route with present times, or what was recorded."""

@@ -100,6 +100,7 @@ class Session:
         self.closed = False
         self.forked = False
         self.failure: BaseException | None = None
+        self.stop_reason: BaseException | None = None
         self.resident_plan: Plan | None = None
         self._close_requested = False
         self._publish = publish
@@ -178,6 +179,7 @@ class Session:
         self._executor = Executor(
             self.weights, self.device, self._prefetch, self.telemetry, frames * page_bytes, page_bytes
         )
+        self._executor.stop_reason = self.stop_reason
         self.weights.executor = self._executor
         limits = Limits(
             memory_bytes=frames * page_bytes,
@@ -188,12 +190,14 @@ class Session:
         self.planner = Planner(self.policy, limits, self._meter)
         if self._scheduler is None:
             publish = None if self._publish is None else lambda: self._publish(self.telemetry)  # type: ignore[misc]
-            self._scheduler = Scheduler(self.telemetry, publish, self._scheduler_failed)
+            self._scheduler = Scheduler(self.telemetry, publish, self._stop)
             self._scheduler.start()
 
-    def _scheduler_failed(self, error: BaseException) -> None:
+    def _stop(self, reason: BaseException) -> None:
+        """Let the run end at its next call or wait, for a reason that is not of its making."""
+        self.stop_reason = reason
         if self._executor is not None:
-            self._executor.stop_reason = error
+            self._executor.stop_reason = reason
 
     def _share_locks(self) -> None:
         """Sessions that hold some of the same memory take all their locks, in an order that all agree on."""
@@ -246,8 +250,7 @@ class Session:
 
     def cancel(self, reason: str = "the run was cancelled") -> None:
         """Let the run end at its next call or wait, with `CancelledRun`.  May be called from any thread."""
-        if self._executor is not None:
-            self._executor.stop_reason = CancelledRun(reason)
+        self._stop(CancelledRun(reason))
 
     # Calls
 
@@ -268,6 +271,8 @@ class Session:
             if current is None or current.thread != get_ident():
                 return session.outermost(site, plain, args, kwargs)
             if current.light:
+                if session.stop_reason is not None:
+                    current.executor.check_stop()
                 return plain(*args, **kwargs)
             token = current.enter(site)
             try:
@@ -304,6 +309,8 @@ class Session:
 
     def _watched(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """A pass with nothing to stream."""
+        if self.stop_reason is not None:
+            raise self.stop_reason
         began = time.perf_counter()
         result = plain(*args, **kwargs)
         ended = time.perf_counter()
@@ -371,9 +378,9 @@ class Session:
         weights.refresh_masters()
         weights.fault_bytes = 0
         self._key = _kind(args, kwargs)
-        self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
-        root = self._root(site)
         began = time.perf_counter()
+        self._before = (began, executor.waited, executor.streamed_bytes, self._meter.look(self.telemetry))
+        root = self._root(site)
         root.between = began - root.ended if root.ended else 0.0
         if self.resident_plan is not None:
             if executor.plan is not self.resident_plan:
@@ -385,7 +392,7 @@ class Session:
         if route is not None:
             if executor.plan is not route.plan:
                 executor.activate(route.plan)
-        elif executor.plan is not None and root.num_bytes <= SMALL_SHARE * executor.num_frames * executor.page_bytes:
+        elif executor.plan is not None and root.num_bytes <= SMALL_SHARE * executor.arena.num_bytes:
             executor.leave_plan()
         elif executor.plan is not None or executor.num_loaded:
             executor.activate(None)
@@ -412,21 +419,23 @@ class Session:
         weights.settle_aliases()
         root = self._root(current.root)
         root.ended = ended
-        streamed, seen = self._before
+        began, waited_before, streamed, seen = self._before
+        waited = executor.waited - waited_before
+        predicted = current.route.predicted if current.route is not None and on_route else None
         plan = executor.plan
         telemetry.passes.append(
             PassRecord(
                 root=self._name(current.root),
                 policy=self.config.policy if on_route or current.light else "trace",
-                start=current.began,
+                start=began,
                 end=ended,
-                compute_seconds=ended - current.began - current.waited,
-                wait_seconds=current.waited,
+                compute_seconds=ended - began - waited,
+                wait_seconds=waited,
                 streamed_bytes=executor.streamed_bytes - streamed,
                 resident_bytes=executor.resident_bytes,
                 window_bytes=plan.window_bytes if plan is not None else 0,
                 fault_bytes=weights.fault_bytes,
-                predicted=current.route.predicted if current.route is not None and on_route else None,
+                predicted=predicted if plan is not None and plan.units else None,
             )
         )
         if current.light:
@@ -450,7 +459,7 @@ class Session:
             work: Callable[[], Route | None] = lambda: self.planner.make(trace, pinned)  # noqa: E731
         else:
             route.num_passes += 1
-            if not self.planner.is_due(route, self.telemetry.passes[-1].seconds) or current.skipped:
+            if not self.planner.is_due(route, current.seconds) or current.skipped:
                 return
             trace = current.trace(root.between)
             work = lambda: self.planner.improve(route, trace, pinned)  # noqa: E731

@@ -67,6 +67,10 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
     overlapping = _overlapping(modules)
     site_of: dict[int, Site] = {}
     for name, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            own_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+            found.kept.append((name, own_bytes, "it is a ScriptModule"))
+            continue
         own: list[int] = []
         for key, shown in module._parameters.items():
             param = shown.master.original if isinstance(shown, Absent | Bound) else shown
@@ -93,6 +97,8 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
         found.sites.append(site_of[id(module)])
     inside: set[int] = set()
     for module in modules.values():
+        if id(module) not in site_of:
+            continue
         _add_hidden_slots(module, by_id)
         for reader_of in _reads(module):
             site = site_of[id(module)]
@@ -117,10 +123,10 @@ def _walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         scripted: list[str] = []
         for name, module in root.named_modules():
             full = ".".join(part for part in (root_name, name) if part)
-            if isinstance(module, torch.jit.ScriptModule):
-                scripted.append(f"{full}.")
             if id(module) in seen or any(f"{full}.".startswith(prefix) for prefix in scripted):
                 continue
+            if isinstance(module, torch.jit.ScriptModule):
+                scripted.append(f"{full}.")
             seen.add(id(module))
             yield full, module
 

@@ -232,7 +232,7 @@ class Weights:
         if executor is None:
             return False
         num_bytes = sum(self.sizes[p] for p in reader.params) + master.num_bytes
-        return num_bytes <= LEARNED_SHARE * executor.num_frames * executor.page_bytes
+        return num_bytes <= LEARNED_SHARE * executor.arena.num_bytes
 
     def note_alias(self, master: Master, value: torch.Tensor) -> bool:
         """Within a pass a view of the value is as good as one of the master: writes to it are brought back."""
