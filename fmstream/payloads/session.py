@@ -34,7 +34,7 @@ from fmstream.payloads.weights import Weights
 from fmstream.policies import get as get_policy
 
 SMALL_SHARE = 0.05
-"""A root whose weights are below this share of the memory borrows free frames instead of taking the arena over."""
+"""A root whose weights are below this share of the memory is loaded as a whole when it is called."""
 MAX_ROUTES = 8
 """Routes kept for each root; the oldest is dropped."""
 
@@ -47,6 +47,7 @@ class Root:
     """What is known of an outermost module."""
 
     site: Site
+    params: tuple[int, ...]
     num_bytes: int
     routes: dict[Any, Route] = field(default_factory=dict)
     latest: Any = None
@@ -60,8 +61,8 @@ class Root:
         return self.routes.get(key) or self.routes.get(self.latest)
 
     def settle(self) -> None:
-        """Take the route that the scheduler has made."""
-        if self.pending is None:
+        """Take the route that the scheduler has made.  A first one is waited for, a better one may come later."""
+        if self.pending is None or (self.pending_key in self.routes and not self.pending.done()):
             return
         pending, self.pending = self.pending, None
         route = pending.result()
@@ -349,6 +350,7 @@ class Session:
 
     def _call(self, current: Pass, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if current.light:
+            self.weights.stack.append(site)
             return plain(*args, **kwargs)
         token = current.enter(site)
         try:
@@ -387,13 +389,15 @@ class Session:
                 executor.activate(self.resident_plan)
             executor.bind_residents()
             return Pass(weights, executor, site, None, light=True)
+        if root.num_bytes <= SMALL_SHARE * executor.arena.num_bytes:
+            # Not worth a plan of its own, which would drive out that of a larger root.
+            executor.demand(self._name(site), root.params)
+            return Pass(weights, executor, site, None, light=True)
         root.settle()
         route = root.route(self._key)
         if route is not None:
             if executor.plan is not route.plan:
                 executor.activate(route.plan)
-        elif executor.plan is not None and root.num_bytes <= SMALL_SHARE * executor.arena.num_bytes:
-            executor.leave_plan()
         elif executor.plan is not None or executor.num_loaded:
             executor.activate(None)
         executor.bind_residents()
@@ -402,11 +406,11 @@ class Session:
     def _root(self, site: Site) -> Root:
         root = self._roots.get(site.index)
         if root is None:
-            inside = {id(p) for p in site.module.parameters()}
-            absent = {id(m.absent) for m in self.weights.masters}
-            params = inside & absent
-            sizes = {id(m.absent): m.num_bytes for m in self.weights.masters}
-            root = self._roots[site.index] = Root(site, sum(sizes[p] for p in params))
+            weights = self.weights
+            inside = {id(module) for module in site.module.modules()}
+            params = sorted({p for other in weights.sites if id(other.module) in inside for p in other.params})
+            num_bytes = sum(weights.sizes[p] for p in params)
+            root = self._roots[site.index] = Root(site, tuple(params), num_bytes)
         return root
 
     def _finish(self, current: Pass) -> None:
@@ -450,6 +454,7 @@ class Session:
         if weights.learned:
             weights.learned = False
             root.routes.clear()
+            root.pending = None
             return
         route, pinned = current.route, frozenset(weights.pinned)
         if route is None or not on_route:
@@ -459,7 +464,7 @@ class Session:
             work: Callable[[], Route | None] = lambda: self.planner.make(trace, pinned)  # noqa: E731
         else:
             route.num_passes += 1
-            if not self.planner.is_due(route, current.seconds) or current.skipped:
+            if not self.planner.is_due(route, current.seconds) or current.skipped or root.pending is not None:
                 return
             trace = current.trace(root.between)
             work = lambda: self.planner.improve(route, trace, pinned)  # noqa: E731
