@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +32,7 @@ def noise(*shape: int, seed: int = 3) -> Tensor:
 def budget(modules: Any, fraction: float = 0.3) -> int:
     """Bytes of memory between the least that works (0.0) and all weights (1.0)."""
     least = fmstream.smallest_memory(modules)
+    gc.collect(1)  # what was measured leaves young cycles that hold the parameters
     total = weights_bytes(modules)
     assert least < total, f"the modules are too small to stream: {least} of {total} bytes are needed at once"
     return least + int(fraction * (total - least))
@@ -139,19 +142,27 @@ def assert_plain(modules: Any) -> None:
 
 
 class Snapshot:
-    """The objects that modules consist of."""
+    """The objects that modules consist of.
+
+    Tensors are remembered weakly: parameters that somebody holds are brought anew in every pass, for they may have been
+    written unseen, and that would hide copies that are stale.
+    """
 
     def __init__(self, modules: Any) -> None:
         self.objects = _objects(modules)
-        self.params = {id(p): (p, _address(p), _hooks_of(p)) for root in _roots(modules) for p in root.parameters()}
+        params = [p for root in _roots(modules) for p in root.parameters()]
+        self.params = [(weakref.ref(p), _address(p), _hooks_of(p)) for p in params]
 
     def check(self, modules: Any) -> None:
         """The same objects are there, at the same addresses, with the same hooks."""
         after = _objects(modules)
         assert after.keys() == self.objects.keys()
         for place, value in self.objects.items():
-            assert after[place] is value, place
-        for param, address, hooks in self.params.values():
+            kept = _target(value)
+            assert _target(after[place]) is kept, place
+        for reference, address, hooks in self.params:
+            param = reference()
+            assert param is not None
             assert _address(param) == address
             assert _hooks_of(param) == hooks
             assert param.is_leaf
@@ -175,8 +186,12 @@ def _objects(modules: Any) -> dict[tuple[str, ...], Any]:
                     found[str(number), name, key] = None
                     continue
                 for inner, item in value.items():
-                    found[str(number), name, key, str(inner)] = item
+                    found[str(number), name, key, str(inner)] = weakref.ref(item) if isinstance(item, Tensor) else item
     return found
+
+
+def _target(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
 
 
 def _address(param: Tensor) -> int:

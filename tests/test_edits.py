@@ -400,69 +400,6 @@ agree(module, twin, x)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-class LoRALinear(nn.Module):
-    """A linear layer and a low-rank term beside it."""
-
-    def __init__(self, base: nn.Linear, seed: int) -> None:
-        super().__init__()
-        self.base = base
-        self.A = nn.Parameter(noise(4, 32, seed=seed))
-        self.B = nn.Parameter(noise(32, 4, seed=seed + 1) / 10)
-        self.merged = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.base(x)
-        return out if self.merged else out + x @ self.A.t() @ self.B.t()
-
-    def merge(self, sign: float = 1.0) -> None:
-        self.base.weight.data += sign * (self.B @ self.A)
-        self.merged = sign > 0
-
-
-def test_adapter_put_on_merged_unmerged_swapped_and_taken_off() -> None:
-    module = mlp()
-    twin = copy.deepcopy(module)
-    original = module[4].weight
-
-    def both(do: Callable[[nn.Sequential], Any]) -> None:
-        with torch.no_grad():
-            do(module)
-            do(twin)
-
-    def put_on(part: nn.Sequential, seed: int = 70) -> None:
-        part[4] = LoRALinear(part[4], seed)
-
-    def take_off(part: nn.Sequential) -> None:
-        part[4] = part[4].base
-
-    adapters = []
-    with streamed(module, edited=True) as handle:
-        agree(module, twin, X, times=2)
-        before = twin[4].weight.clone()
-        both(put_on)
-        adapters.append(module[4])
-        agree(module, twin, X, times=3)
-        both(lambda part: part[4].merge())
-        agree(module, twin, X, times=3)
-        same(module[4].base.weight.clone(), twin[4].base.weight)
-        both(lambda part: part[4].merge(-1.0))
-        agree(module, twin, X, times=3)
-        both(take_off)
-        agree(module, twin, X, times=2)
-        both(lambda part: put_on(part, 80))
-        adapters.append(module[4])
-        agree(module, twin, X, times=3)
-        both(take_off)
-        both(lambda part: part[4].weight.copy_(before))
-        agree(module, twin, X, times=3)
-        same(module[4].weight.clone(), before)
-        assert_streams_fully(handle)
-    assert module[4].weight is original
-    for adapter in adapters:
-        assert "_compiled_call_impl" not in adapter.__dict__
-        assert all(type(p) is nn.Parameter for p in adapter.parameters())
-
-
 def test_parameter_replaced_after_opening_streams_too() -> None:
     module = mlp(8)
     twin = copy.deepcopy(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 import fmstream
+from fmstream.actors.prefetch import PrefetchActor
 from fmstream.actors.scheduler import Scheduler
+from fmstream.core.arena import Window
+from fmstream.core.pages import PageTable
 from fmstream.core.policy import registry
 from fmstream.core.ring import Ring
 from fmstream.device.device import CpuDevice
-from fmstream.device.files import SourceFile
+from fmstream.device.files import SourceFile, Staging
 from fmstream.errors import StreamError
 from fmstream.payloads.weights import Weights
 from fmstream.report.progress import LiveProgress
@@ -131,9 +135,47 @@ def test_a_completion_that_cannot_be_taken(tmp_path: Path, monkeypatch: pytest.M
     assert fail_everywhere(mlp_twin(4), tmp_path, Ring, "pop", monkeypatch) > 1
 
 
+@pytest.mark.parametrize("owner", [Staging, threading.Thread], ids=["staging", "thread"])
+def test_workers_that_cannot_start(owner: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = mapped_twin(tmp_path / "w.safetensors", 4)
+    name = "__init__" if owner is Staging else "start"
+    made = fail_everywhere(twin, tmp_path, owner, name, monkeypatch, lambda: RuntimeError("no more of them"))
+    assert made > 1
+
+
+QUEUE = [
+    (Ring, "pop_many"),
+    (Ring, "push"),
+    (PrefetchActor, "prepare"),
+    (PrefetchActor, "submit"),
+    (PrefetchActor, "cancel"),
+    (Window, "reserve"),
+    (Window, "release"),
+    (PageTable, "load"),
+    (PageTable, "ready"),
+    (PageTable, "pin"),
+    (PageTable, "unpin"),
+    (PageTable, "evict"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "place"),
+    [*((*case, "file") for case in QUEUE), (Ring, "push", "memory"), (PrefetchActor, "submit", "memory")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_an_operation_on_queue_window_or_pages_fails(
+    owner: type, name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = mlp_twin(3) if place == "memory" else mapped_twin(tmp_path / "w.safetensors", 3)
+    fail_everywhere(twin, tmp_path, owner, name, monkeypatch)
+
+
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_a_worker_that_dies_is_a_stream_error_and_no_hang(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = mlp_twin(4)
+def test_a_worker_that_dies_is_a_stream_error_and_no_hang(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = mapped_twin(tmp_path / "w.safetensors", 4)  # small copies within memory are no worker's affair
     with monkeypatch.context() as patch:
         patch.setattr(Ring, "push", FailAt(Ring.push, n).as_method())
         handle = fmstream.stream(twin.module, memory=twin.memory, policy="sync")

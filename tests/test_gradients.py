@@ -383,3 +383,20 @@ def test_functional_call_with_other_weights() -> None:
                     torch.func.functional_call(twin, other, (X,)),
                 )
             agree(module, twin, X)
+
+
+def test_evaluation_between_a_forward_in_training_and_its_backward() -> None:
+    module = mlp(8)
+    twin = copy.deepcopy(module)
+    with streamed(module):
+        for step in range(4):
+            outputs = []
+            for part in (module, twin):
+                part.train()
+                outputs.append(part(X))
+                part.eval()
+            agree(module, twin, noise(2, 32, seed=step), times=2)
+            for output in outputs:
+                output.square().sum().backward()
+            for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+                same(ours.grad, theirs.grad)

@@ -202,6 +202,29 @@ def test_signature_name_and_doc_of_forward_stay() -> None:
     assert all(signature == forward for signature in seen)
 
 
+def test_keywords_are_checked_against_the_signature_as_ever() -> None:
+    def validate(part: nn.Module, **kwargs: Any) -> None:
+        unknown = set(kwargs) - set(inspect.signature(part.forward).parameters)
+        if unknown:
+            raise ValueError(f"not used by the model: {sorted(unknown)}")
+
+    module = Signed().eval()
+    with streamed(module, idle=True), fmstream.stream(module, memory=budget(module)):
+        validate(module, hidden=X, timestep=1, enc=None, scale=2.0)
+        with pytest.raises(ValueError, match="nope"):
+            validate(module, hidden=X, nope=1)
+
+
+def test_export_after_streaming_gives_the_program_of_the_plain_module() -> None:
+    module = mlp(3)
+    twin = copy.deepcopy(module)
+    with streamed(module):
+        agree(module, twin, X, times=3)
+    ours, theirs = torch.export.export(module, (X,)), torch.export.export(twin, (X,))
+    assert [str(node) for node in ours.graph.nodes] == [str(node) for node in theirs.graph.nodes]
+    agree(ours.module(), twin, X)
+
+
 Point = namedtuple("Point", "left right")
 
 

@@ -293,6 +293,9 @@ def spilled(folder: Path) -> bool:
 def test_spilled_weights_leave_ram_and_come_back(tmp_path: Path) -> None:
     twin = mlp_twin(8, 1024)
     twin.check_call()
+    small = mlp_twin(4)
+    with fmstream.stream(small.module, memory=small.memory):
+        small.check_call()  # libraries that streaming loads are there now
     process = psutil.Process()
     before = process.memory_info().rss
     memory = memory_for(twin.module, 0.2)

@@ -279,7 +279,8 @@ def test_a_failure_drops_the_rest_and_is_reported_when_nothing_runs(
     del keep
     assert inside.wait(TIMEOUT)
     # Only the worker that failed is free, so once this has come it has recorded its failure.
-    actor.submit(2, [Piece(memory_home(np.ones(64, np.uint8)), 0, target.ctypes.data, 64)], target, "marker")
+    marker, there = np.ones(2 * PAGE, np.uint8), np.zeros(2 * PAGE, np.uint8)  # more than is copied on the spot
+    actor.submit(2, [Piece(memory_home(marker), 0, there.ctypes.data, 2 * PAGE)], there, "marker")
     assert wait_for(actor, 1) == {2: DONE}
     assert actor.completions.pop(0.0) is None
     assert not ours.is_set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import fmstream
-from tests.kit import agree, assert_streams_fully, bits, budget, mlp, noise, same, streamed
+from fmstream.actors.prefetch import Piece, PrefetchActor, Request
+from tests.kit import agree, assert_streams_fully, bits, budget, mlp, noise, same, same_state, streamed
 
 X = noise(4, 32)
 SMALL_DTYPES = [
@@ -58,13 +60,14 @@ class Holders(nn.Module):
         return [*first, self.body(x), *(holder(x) for holder in self.holders)]
 
 
-def check(module: Holders, fraction: float = 0.2) -> None:
+def check(module: Holders, fraction: float = 0.2, **options: Any) -> None:
     """Stream it against a twin; in each pass a holder sees a tensor that lies as its parameter does."""
     twin = copy.deepcopy(module)
     module(X)
     plain = [holder.seen.copy() for holder in module.holders]
-    with streamed(module, fraction):
+    with streamed(module, fraction, edited="spill_dir" in options, **options):
         agree(module, twin, X, times=4)
+        same_state(module, twin)
         for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
             assert ours.dtype == theirs.dtype
             assert ours.shape == theirs.shape
@@ -126,10 +129,21 @@ def test_autocast_whose_cache_outlives_a_pass() -> None:
         same(module(X), twin(X))
 
 
-def test_empty_parameters() -> None:
+@pytest.mark.parametrize("spilled", [False, True])
+def test_empty_parameters(spilled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Piece] = []
+    prepare = PrefetchActor.prepare
+
+    def noted(actor: PrefetchActor, pieces: Sequence[Piece]) -> Request:
+        request = prepare(actor, pieces)
+        asked.extend(part for chunk in request.chunks for part in getattr(chunk, "parts", (chunk,)))
+        return request
+
+    monkeypatch.setattr(PrefetchActor, "prepare", noted)
     module = Holders(torch.zeros(0), torch.zeros(2, 0), torch.zeros(0, 4), random_of(torch.float32, 5))
     params = dict(module.named_parameters())
-    check(module)
+    check(module, **({"spill_dir": tmp_path} if spilled else {}))
+    assert all(part.num_bytes > 0 for part in asked)
     assert len(params) == len(dict(module.named_parameters()))
     assert all(params[name] is value for name, value in module.named_parameters())
 
@@ -176,8 +190,10 @@ BASE = noise(64, 64, seed=12)
         "odd address of halves",
     ],
 )
-def test_stride_and_place(make: Callable[[], Tensor]) -> None:
-    check(Holders(make(), random_of(torch.float32, 5)))
+@pytest.mark.parametrize("spilled", [False, True], ids=["ram", "spilled"])
+def test_stride_and_place(make: Callable[[], Tensor], spilled: bool, tmp_path: Path) -> None:
+    options = {"spill_dir": tmp_path} if spilled else {}
+    check(Holders(make(), random_of(torch.float32, 5)), **options)
 
 
 def test_strided_weights_of_layers_that_compute() -> None:
@@ -340,12 +356,41 @@ def test_parameters_larger_than_staging(tmp_path: Any) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("spilled", [False, True], ids=["ram", "disk"])
+def test_one_layer_of_many_sizes_around_a_mebibyte(spilled: bool, tmp_path: Path) -> None:
+    mib = 1 << 20
+
+    class Six(Holders):
+        """All six are one layer's own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for number, size in enumerate([1, mib - 1, mib, mib + 1, 5 * mib, 5 * mib + 4097]):
+                value = (torch.arange(size, dtype=torch.int64) * 7 % 251).to(torch.uint8)
+                self.register_parameter(f"p{number}", nn.Parameter(value, requires_grad=False))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [*(getattr(self, f"p{number}").clone() for number in range(6)), self.body(x)]
+
+    module = nn.ModuleList([Six(), mlp(4), Six()])
+    module.forward = lambda x: [module[0](x), module[1](x), module[2](x)]  # type: ignore[method-assign]
+    twin = [Six(), mlp(4), Six()]
+    options = {"spill_dir": tmp_path} if spilled else {}
+    with streamed(module, 0.0, edited=True, staging=2 * mib, num_workers=2, **options):
+        agree(module, lambda x: [part(x) for part in twin], X, times=3)
+    least = fmstream.smallest_memory(module)
+    with pytest.raises(fmstream.MemoryBudgetError, match=str(least)):
+        fmstream.stream(module, memory=least - mib)
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=str)
 def test_spilled_values_keep_their_bits(dtype: torch.dtype, tmp_path: Any) -> None:
     module = Holders(random_of(dtype, 3, 5), random_of(dtype, 90, 71), random_of(dtype, 80, 80).t())
     twin = copy.deepcopy(module)
     with streamed(module, 0.1, edited=True, spill_dir=tmp_path) as handle:
-        assert handle.telemetry.file_bytes > 0
+        sizes = [p.numel() * p.element_size() for p in twin.parameters()]
+        # What lies in the file is as large as the tensors: nothing was widened.
+        assert 0 < handle.telemetry.file_bytes <= sum(sizes)
         agree(module, twin, X, times=4)
     assert list(tmp_path.iterdir()) == []
     agree(module, twin, X)

@@ -219,6 +219,22 @@ def test_two_event_loops_in_a_row_on_one_handle() -> None:
             assert torch.equal(result.output, twin.expected)
 
 
+def test_an_event_loop_without_readers_is_enough() -> None:
+    class NoReaders(asyncio.SelectorEventLoop):
+        """As the default loop of some systems, which watches no descriptors."""
+
+        def add_reader(self, *args: Any) -> None:
+            raise NotImplementedError
+
+        add_writer = add_reader
+
+    twin = mlp_twin()
+    with asyncio.Runner(loop_factory=NoReaders) as runner, torch.no_grad():
+        result = runner.run(fmstream.arun(twin.module, twin.x, memory=twin.memory))
+    assert torch.equal(result.output, twin.expected)
+    twin.check_restored()
+
+
 def autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -201,3 +202,58 @@ def test_least_memory_is_the_same_while_streaming() -> None:
     with streamed(module, idle=True):
         assert fmstream.smallest_memory(module) == least
         assert weights_bytes(module) == total
+
+
+@pytest.mark.parametrize("policy", ["overlap_async", "one_ahead", "sync"])
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 0.8])
+def test_tied_weight_has_one_copy_in_fast_memory_at_most(fraction: float, policy: str) -> None:
+    module = Tied().eval()
+    twin = copy.deepcopy(module)
+    copies: list[int] = []
+    with streamed(module, fraction, policy=policy) as handle:
+        executor = handle._session._executor
+        assert executor is not None
+        (tied,) = [m.index for m in handle._session.weights.masters if tuple(m.size) == (50, 32)]
+        for layer in (module.emb, *module.body, module.head):
+            layer.register_forward_hook(
+                lambda *_: copies.append(sum(tied in loaded.run.params for loaded in executor._everything()))
+            )
+        agree(module, twin, TOKENS, times=5)
+        for layer in (module.emb, *module.body, module.head):
+            layer._forward_hooks.clear()
+    assert max(copies) == 1
+
+
+def test_functional_call_that_gives_a_tied_weight_once_or_under_both_names() -> None:
+    module = Tied().eval()
+    twin = copy.deepcopy(module)
+    once = {name: value.detach() * 0.5 for name, value in twin.named_parameters()}
+    both = {**once, "head.weight": once["emb.weight"]}
+    with streamed(module), torch.no_grad():
+        agree(module, twin, TOKENS, times=2)
+        for given in (once, both):
+            same(
+                torch.func.functional_call(module, given, (TOKENS,)), torch.func.functional_call(twin, given, (TOKENS,))
+            )
+            assert module.head.weight is module.emb.weight
+        own = dict(module.named_parameters(remove_duplicate=False))
+        same(torch.func.functional_call(module, own, (TOKENS,)), twin(TOKENS))
+        agree(module, twin, TOKENS, times=2)
+
+
+def test_embedding_of_one_model_is_the_head_of_another() -> None:
+    first, second = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)), nn.Sequential(mlp(4, 3), nn.Linear(3, 5))
+    second[1].weight = first[0].weight
+    models = {"first": first, "second": second}
+    twins = copy.deepcopy(models)
+    assert twins["second"][1].weight is twins["first"][0].weight
+    with fmstream.stream(models, memory=fmstream.smallest_memory(models)) as handle:
+        assert handle.telemetry.weights_bytes == weights_bytes(twins)
+        for number in range(4):
+            hidden = agree(first, twins["first"], torch.arange(5))
+            agree(second, twins["second"], hidden)
+            with torch.no_grad():
+                for part in (models, twins):
+                    part["first"][0].weight.add_(number)
+        assert first[0].weight is second[1].weight
+    assert first[0].weight is second[1].weight

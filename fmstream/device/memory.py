@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
 from typing import Final
@@ -21,3 +22,10 @@ def private_memory(num_bytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # the kernel was built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def return_free_memory() -> None:
+    """Give memory that was freed back to the system, where the allocator would keep it (glibc)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

@@ -71,4 +71,9 @@ def _build(
         config_class = getattr(factory, "config_class", None)
         if config_class is not None and hasattr(config_class, "from_pretrained"):  # transformers
             return factory(config_class.from_pretrained(folder))  # type: ignore[no-any-return]
+    if not args and not kwargs and hasattr(factory, "config_class") and not os.path.isdir(folder):
+        raise CheckpointError(
+            f"{factory.__name__} is built from a configuration, and {folder} is a file: give the folder that holds "
+            "config.json and the weights, or a function that builds the module"
+        )
     return factory(*args, **kwargs)  # type: ignore[no-any-return]

@@ -56,7 +56,7 @@ def _prepare(
     call = find_call(pipeline, method)
     own = {"method": method, "modules": modules, "config": config}
     given = [name for name, value in options.items() if value is not MISSING]
-    refuse_shared_names(call, [*given, *(name for name, value in own.items() if value is not None)])
+    refuse_shared_names(call, [*given, *(name for name, value in own.items() if value is not None)], kwargs)
     twice = sorted(set(kwargs) & set(call_kwargs or {}))
     if twice:
         raise ConfigError(f"{twice[0]}= is given as a keyword and in call_kwargs: give it once")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
+from fmstream.config import StreamConfig
 from fmstream.errors import ConfigError
 
 
@@ -81,11 +83,12 @@ def find_call(pipeline: Any, method: str | None) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def refuse_shared_names(call: Callable[..., Any], given: Iterable[str]) -> None:
-    """Refuse an argument name that both fmstream and the pipeline know.
+def refuse_shared_names(call: Callable[..., Any], given: Iterable[str], passed_on: Iterable[str]) -> None:
+    """Refuse an argument name that both fmstream and the pipeline know, and an option that would go to the pipeline.
 
     Raises:
-        ConfigError: one of the options in ``given`` is also a parameter of ``call``.
+        ConfigError: one of the options in ``given`` is also a parameter of ``call``, or one of the arguments in
+            ``passed_on`` is an option of fmstream that ``call`` does not take.
     """
     target = call.forward if isinstance(call, nn.Module) else call
     try:
@@ -98,3 +101,8 @@ def refuse_shared_names(call: Callable[..., Any], given: Iterable[str]) -> None:
                 f"{name}= is an option of fmstream and an argument of the pipeline: "
                 f"write call_kwargs={{{name!r}: ...}} for the pipeline's, config={{{name!r}: ...}} for fmstream's"
             )
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        options = {field.name for field in fields(StreamConfig)}
+        for name in passed_on:
+            if name in options and name not in parameters:
+                raise ConfigError(f"{name}= is an option of StreamConfig: give it as config={{{name!r}: ...}}")

@@ -27,6 +27,7 @@ from fmstream.device.device import open_device
 from fmstream.device.homes import FileHome
 from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, saved
+from fmstream.payloads.compiler import uncompiled
 from fmstream.payloads.passes import Pass, Route
 from fmstream.payloads.planner import Meter, Planner
 from fmstream.payloads.sites import Site
@@ -147,8 +148,7 @@ class Session:
             self._spilled = True
         if fits:
             self._let_ram_be()
-        telemetry.file_bytes = sum(m.span for m in weights.masters if isinstance(m.home, FileHome))
-        telemetry.ram_bytes = telemetry.weights_bytes - telemetry.file_bytes - telemetry.kept_bytes
+        self._count_homes()
         self.resident_plan = budget.all_resident(self.config.policy, weights) if fits else None
         self._roots.clear()
         if fits and not weights.masters:
@@ -159,6 +159,12 @@ class Session:
         weights.install()
         for site in weights.sites:
             self._wrap(site)
+
+    def _count_homes(self) -> None:
+        telemetry = self.telemetry
+        telemetry.file_bytes = sum(m.span for m in self.weights.masters if isinstance(m.home, FileHome))
+        telemetry.ram_bytes = telemetry.weights_bytes - telemetry.file_bytes - telemetry.kept_bytes
+        self.weights.homes_changed = False
 
     def _let_ram_be(self) -> None:
         """Where all fits, a master in RAM is used as it is; only files are brought in."""
@@ -281,6 +287,9 @@ class Session:
             finally:
                 current.leave(token)
 
+        # The compiler must not trace what moves weights: it breaks its graph here and calls the module as it is.
+        call._torchdynamo_disable = True  # type: ignore[attr-defined]
+        call._torchdynamo_disable_msg = "fmstream streams the weights of this module"  # type: ignore[attr-defined]
         self._wrapped.append((module, before))
         module.__dict__["_compiled_call_impl"] = call
 
@@ -292,6 +301,7 @@ class Session:
                 "close the handle before forking, or open one in the child"
             )
         with ExitStack() as locks:
+            locks.enter_context(uncompiled())
             for lock in self._locks:
                 locks.enter_context(lock)
             if self.closed:
@@ -380,13 +390,13 @@ class Session:
         weights.refresh_masters()
         weights.fault_bytes = 0
         self._key = _kind(args, kwargs)
+        if self.resident_plan is not None and executor.plan is not self.resident_plan:
+            self._load_all(executor, self.resident_plan)
         began = time.perf_counter()
         self._before = (began, executor.waited, executor.streamed_bytes, self._meter.look(self.telemetry))
         root = self._root(site)
         root.between = began - root.ended if root.ended else 0.0
         if self.resident_plan is not None:
-            if executor.plan is not self.resident_plan:
-                executor.activate(self.resident_plan)
             executor.bind_residents()
             return Pass(weights, executor, site, None, light=True)
         if root.num_bytes <= SMALL_SHARE * executor.arena.num_bytes:
@@ -402,6 +412,16 @@ class Session:
             executor.activate(None)
         executor.bind_residents()
         return Pass(weights, executor, site, route)
+
+    def _load_all(self, executor: Executor, plan: Plan) -> None:
+        """Bring everything into fast memory, once; no pass is charged with it."""
+        began = time.perf_counter()
+        executor.activate(plan)
+        seconds = time.perf_counter() - began
+        self.telemetry.notes.append(
+            f"all weights fit in the memory given: {executor.resident_bytes} bytes were read once, in {seconds:.3f} s, "
+            "and nothing is streamed"
+        )
 
     def _root(self, site: Site) -> Root:
         root = self._roots.get(site.index)
@@ -436,12 +456,14 @@ class Session:
                 compute_seconds=ended - began - waited,
                 wait_seconds=waited,
                 streamed_bytes=executor.streamed_bytes - streamed,
-                resident_bytes=executor.resident_bytes,
+                resident_bytes=root.num_bytes if current.light else executor.resident_bytes,
                 window_bytes=plan.window_bytes if plan is not None else 0,
                 fault_bytes=weights.fault_bytes,
                 predicted=predicted if plan is not None and plan.units else None,
             )
         )
+        if weights.homes_changed:
+            self._count_homes()
         if current.light:
             return
         self._meter.update(telemetry, seen)

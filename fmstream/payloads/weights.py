@@ -16,6 +16,7 @@ from fmstream.actors.prefetch import Piece
 from fmstream.core.telemetry import Telemetry
 from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
+from fmstream.device.memory import return_free_memory
 from fmstream.device.spill import SpillFile
 from fmstream.payloads.absent import Absent, Bound, make_bound
 from fmstream.payloads.master import Master
@@ -46,6 +47,8 @@ class Weights:
         self.learned = False
         """Whether a site was seen to read a parameter that it did not bind, or one was pinned."""
         self.changed_shape = False
+        self.homes_changed = False
+        """Whether a master may have moved from its file to RAM."""
         """Whether the modules are no longer what was surveyed."""
         self.pinned: set[int] = set()
         self.in_place: set[int] = set()
@@ -100,6 +103,7 @@ class Weights:
                 master.original.data = flat.view(master.dtype).as_strided(master.size, master.stride)
                 master.home = FileHome(file, offset, master.span)
                 self._spilled.append((master, master.original.data_ptr()))
+        return_free_memory()
 
     def install(self) -> None:
         """Put the stand-ins into the modules."""
@@ -251,6 +255,7 @@ class Weights:
 
     def changed(self, master: Master) -> None:
         """Renew copies in fast memory."""
+        self.homes_changed = True
         if self.executor is None or not self._is_present(master):
             return
         self.executor.refresh(master.index)
