@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, SupportsIndex
 
 from fmstream.errors import ConfigError
 
-MIN_STAGING_BYTES: Final = 4096
+MIN_STAGING_BYTES: Final = 8192
 MAX_WORKERS: Final = 64
 MAX_BYTES: Final = 2**63 - 1
 """Sizes are kept in signed 64-bit integers."""
@@ -125,12 +125,13 @@ class StreamConfig:
         _check_window(self.prefetch_window)
         if self.unit != "auto":
             parse_size(self.unit, name="unit")
-        if self.staging_bytes < MIN_STAGING_BYTES:
-            raise ConfigError(
-                f"staging={self.staging!r} is less than a page of {MIN_STAGING_BYTES} bytes: give some megabytes"
-            )
         if not _is_int(self.num_workers) or not 1 <= self.num_workers <= MAX_WORKERS:
             raise ConfigError(f"num_workers={self.num_workers!r} is no int from 1 to {MAX_WORKERS}: 3 is the default")
+        if self.staging_bytes < MIN_STAGING_BYTES * self.num_workers:
+            raise ConfigError(
+                f"staging={self.staging!r} is less than {MIN_STAGING_BYTES} bytes for each of {self.num_workers} "
+                "workers: give some megabytes"
+            )
         if self.spill_dir is not None and not isinstance(self.spill_dir, os.PathLike):
             _check_text("spill_dir", self.spill_dir, "name a folder")
         if not isinstance(self.progress, bool):

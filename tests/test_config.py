@@ -87,8 +87,8 @@ def test_defaults_are_valid() -> None:
 
 
 def test_sizes_of_a_configuration() -> None:
-    config = StreamConfig(unit="4MiB", staging=8192, memory="50%", spill_dir=Path("spill"))
-    assert (config.unit_bytes, config.staging_bytes) == (4 * 1024**2, 8192)
+    config = StreamConfig(unit="4MiB", staging=32768, memory="50%", spill_dir=Path("spill"))
+    assert (config.unit_bytes, config.staging_bytes) == (4 * 1024**2, 32768)
     assert resolve_bytes(config.memory, 10) == 5
 
 
@@ -109,7 +109,7 @@ def test_sizes_of_a_configuration() -> None:
         ({"prefetch_window": False}, r"prefetch_window=False is no number of units"),
         ({"unit": 0}, r"unit=0 is 0 bytes"),
         ({"unit": "10%"}, r"unit='10%': a percentage is of the weights, so only memory takes one"),
-        ({"staging": "1KiB"}, r"staging='1KiB' is less than a page of 4096 bytes: give some megabytes"),
+        ({"staging": "1KiB"}, r"staging='1KiB' is less than 8192 bytes for each of 3 workers: give some megabytes"),
         ({"staging": "auto"}, r"staging='auto' is no size"),
         ({"num_workers": 0}, r"num_workers=0 is no int from 1 to 64"),
         ({"num_workers": 65}, r"num_workers=65 is no int from 1 to 64"),

@@ -261,6 +261,7 @@ class Executor:
             frame = self.pages.find_free(count)
         if frame < 0 and self._held:
             self._orphan()
+            self._slab()
             frame = 0
         assert frame >= 0
         return frame
@@ -277,10 +278,7 @@ class Executor:
             self._unbind(self.residents)
         if self._held:
             self.leave_plan()
-        outlived = [loaded for loaded in self._everything() if not loaded.bound and loaded.part.num_views() > 0]
-        for loaded in outlived:
-            self.payload.outlived(loaded.run.params, loaded.run.offsets, loaded.part)
-        if outlived:
+        if not all(self._is_left(loaded) for loaded in self._everything() if not loaded.bound):
             self._orphan()
             return
         for loaded in self._held:
@@ -288,15 +286,29 @@ class Executor:
         self._held.clear()
 
     def abort_pass(self) -> None:
-        """After a failure at any point: nothing is shown, nothing is on its way, frames are free."""
-        for loaded in self._everything():
-            if loaded.bound:
-                self._unbind(loaded)
-        self._cancel(list(self._pending))
-        if any(loaded.part.num_views() > 0 for loaded in self._everything()):
-            self._orphan()
-        self._release_all()
-        self._forget()
+        """After a failure at any point: nothing is shown, nothing is on its way, frames are free.
+
+        The books may be half-written, so they are not settled but begun anew.
+        """
+        loaded_runs = self._everything()
+        try:
+            for loaded in loaded_runs:
+                if loaded.bound:
+                    self.payload.unbind(loaded.run.params, loaded.run.offsets, loaded.part)
+        finally:
+            try:
+                self._cancel(list(self._pending))
+            finally:
+                self._pending.clear()
+                if not all(self._is_left(loaded) for loaded in loaded_runs):
+                    self.slab = None
+                self._forget()
+
+    def _is_left(self, loaded: Loaded) -> bool:
+        """Whether nobody looks into a run that is not shown; who does is given the master instead, where possible."""
+        if loaded.part.num_views() > 0:
+            self.payload.outlived(loaded.run.params, loaded.run.offsets, loaded.part)
+        return loaded.part.num_views() == 0
 
     def _everything(self) -> list[Loaded]:
         """All runs with frames."""
@@ -314,7 +326,9 @@ class Executor:
         for loaded in self._everything():
             if loaded.bound:
                 self._unbind(loaded)
-        self.slab = None
+        left = [self._is_left(loaded) for loaded in self._everything()]
+        if not all(left):
+            self.slab = None
         self._forget()
 
     def close(self) -> None:
@@ -335,13 +349,9 @@ class Executor:
         self._ticket += 1
         part = slab.part(self.arena.offset_of(frame), run.count * self.page_bytes)
         loaded = Loaded(run, frame, self._ticket, part)
+        # Pending from here on: should this be interrupted, the pass is aborted, and that waits for or abandons it.
         self._pending[loaded.ticket] = loaded
-        try:
-            self.prefetch.submit(loaded.ticket, self._request(run, part), slab, run.name)
-        except BaseException:
-            del self._pending[loaded.ticket]
-            self.pages.cancel(run.start, run.count)
-            raise
+        self.prefetch.submit(loaded.ticket, self._request(run, part), slab, run.name)
         self.streamed_bytes += run.num_bytes
         return loaded
 

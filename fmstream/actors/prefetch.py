@@ -113,12 +113,13 @@ class _Crew:
         num_chunks = len(job.chunks)
         with self._lock:
             assert job.ticket not in self._jobs, f"ticket {job.ticket} is on its way already"
+            # Tokens first: whatever interrupts this, no job waits in the queue without its tokens.
+            for _ in range(num_chunks):
+                self._wake.put(None)
             self._jobs[job.ticket] = job
             self._queue.append(job)
             self._retire_if_finished(job)
         job.let_go()
-        for _ in range(num_chunks):
-            self._wake.put(None)
 
     def cancel(self, tickets: Iterable[int]) -> None:
         with self._lock:

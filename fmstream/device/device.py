@@ -70,6 +70,10 @@ class Part:
         self._seen_version = version
         return True
 
+    def is_under(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this part for its storage."""
+        return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one of the part's own views."""
         return tensor is self.tensor or any(tensor is view for view in (*self._typed.values(), *self.shown.values()))
@@ -141,7 +145,10 @@ class CpuDevice:
 
 def open_device(name: str | torch.device | None) -> Device:
     """The device of that name; None is the CPU.  Raises `ConfigError` for one that is not supported."""
-    device = torch.device(name or "cpu")
+    try:
+        device = torch.device(name or "cpu")
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is no device that torch knows; use device='cpu'") from error
     if device.type != "cpu":
         raise ConfigError(f"device={str(device)!r} is not supported by this version; use device='cpu'")
     return CpuDevice()

@@ -74,14 +74,15 @@ class Stream:
     def _resume_others(self) -> None:
         """Give the modules back to whom they were taken from, or leave that to whoever took them from here."""
         heir, self._suspended_by = self._suspended_by, None
-        for other in self._suspended:
+        while self._suspended:
+            other = self._suspended[-1]
             other._suspended_by = heir
             if heir is not None:
                 heir._suspended.append(other)
             elif not other._closed:
                 other._session = other._start()
                 _open.add(other)
-        self._suspended = []
+            self._suspended.pop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline.
@@ -108,15 +109,25 @@ class Stream:
         self._session.cancel(reason)
 
     def close(self) -> None:
-        """Leave the modules as they were.  Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Leave the modules as they were.  Idempotent; a Ctrl-C meanwhile is raised when that is done."""
+        interrupt: KeyboardInterrupt | None = None
+        while not self._closed:
+            try:
+                self._close()
+            except KeyboardInterrupt as error:
+                if interrupt is not None:
+                    raise
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _close(self) -> None:
         try:
             with _opening:
                 _open.discard(self)
                 self._session.close()
                 self._resume_others()
+                self._closed = True
         finally:
             self._close_progress()
 
@@ -175,7 +186,10 @@ def smallest_memory(pipeline: Any, modules: Any = None) -> int:
     roots = find_roots(pipeline, modules)
     cpu = next(iter(roots.values()))
     found = survey(roots, _device_of(cpu), _Nobody(), set())
-    return budget.measure(found, roots).smallest_bytes
+    smallest = budget.measure(found, roots).smallest_bytes
+    for master in found.masters:
+        master.retire()
+    return smallest
 
 
 def _device_of(module: nn.Module) -> Any:

@@ -9,6 +9,7 @@ overwritten.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,9 @@ class Absent(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _RAW:
             return func(*tree_map_only(Absent, lambda a: a.master.expose(), args), **kwargs)
+        if func in _AUTOGRAD:
+            args, kwargs = tree_map_only(Absent, lambda a: a.master.original, (args, kwargs))
+            return func(*args, **kwargs)
         return _read(func, args, kwargs)
 
     @classmethod
@@ -93,9 +97,10 @@ class Absent(torch.Tensor):
         return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
 
 
-class Bound(nn.Parameter):
-    """A parameter while its bytes are in fast memory; what outlives the pass comes from the master."""
+class _OfMaster(torch.Tensor):
+    """What bound tensors have in common: what they hand out beyond the pass comes from the master."""
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     master: Master
 
     @property
@@ -111,6 +116,15 @@ class Bound(nn.Parameter):
         """The master's data, detached: a state dict taken during a pass stays true after it."""
         return self.master.loose
 
+    def numpy(self, **kwargs: Any) -> Any:
+        """The master's memory as an array: what is written there is seen before the next pass."""
+        return self.master.expose().numpy(**kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Change the user's parameter; what is shown follows at the next pass."""
+        self.master.original.requires_grad_(requires_grad)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.master.deepcopy(memo, is_param=True)
 
@@ -118,18 +132,32 @@ class Bound(nn.Parameter):
         return self.master.plain(is_param=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+class Bound(_OfMaster, nn.Parameter):
+    """A parameter while its bytes are in fast memory and no graph is built."""
+
+
+class InGraph(_OfMaster):
+    """A parameter while its bytes are in fast memory and a graph is built: its gradient goes to the user's parameter.
+
+    It shares the storage of fast memory without being a view of it, for autograd lets no view that a function returned
+    be written.  ``version`` is its count of in-place writes as it was made.
+    """
+
+    version: int
+
+
 class Bind(torch.autograd.Function):
-    """Identity from the stand-in to its bytes in fast memory, so that gradients reach the parameter."""
+    """Identity from the user's parameter to its bytes in fast memory, so that gradients reach it."""
 
     @staticmethod
-    def forward(ctx: Any, absent: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value``; ``absent`` is the leaf of the graph."""
+    def forward(ctx: Any, original: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what ``make`` makes; ``original`` is the leaf of the graph."""
         ctx.set_materialize_grads(False)
-        return value
+        return make()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Hand the gradient to the stand-in."""
+        """Hand the gradient to the parameter."""
         return grads[0], None
 
 
@@ -137,9 +165,17 @@ def make_bound(master: Master, view: torch.Tensor) -> torch.Tensor:
     """The tensor to put into ``module._parameters`` for a view of fast memory."""
     requires_grad = master.original.requires_grad
     if requires_grad and torch.is_grad_enabled():
-        bound = Bind.apply(master.absent, view)  # type: ignore[no-untyped-call]
-        bound._is_param = True
-        return bound  # type: ignore[no-any-return]
+
+        def make() -> torch.Tensor:
+            alias = torch.empty(0, dtype=view.dtype, device=view.device)
+            alias.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
+            return torch.Tensor._make_subclass(InGraph, alias)
+
+        shown = Bind.apply(master.original, make)  # type: ignore[no-untyped-call]
+        shown.master = master
+        shown.version = shown._version
+        shown._is_param = True
+        return shown  # type: ignore[no-any-return]
     bound = torch.Tensor._make_subclass(Bound, view, requires_grad)
     bound.master = master
     return bound
@@ -163,7 +199,7 @@ def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if id(absent) not in loaded:
             value = absent.master.fault()
             if absent.requires_grad and torch.is_grad_enabled():
-                value = Bind.apply(absent, value)  # type: ignore[no-untyped-call]
+                value = Bind.apply(absent.master.original, partial(_same, value))  # type: ignore[no-untyped-call]
             loaded[id(absent)] = (absent, value)
         return loaded[id(absent)][1]
 
@@ -182,6 +218,10 @@ def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     exposed = {id(absent): absent.master.expose() for absent, _ in loaded.values()}
     again, again_kwargs = tree_map_only(Absent, lambda a: exposed[id(a)], (args, kwargs))
     return func(*again, **again_kwargs)
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -255,9 +295,6 @@ _AS_IS = {
     torch.Tensor.get_device,
     torch.Tensor.storage_offset,
     torch.Tensor.__len__,
-    torch.Tensor.backward,
-    torch.autograd.grad,
-    torch.autograd.backward,
     torch.is_floating_point,
     torch.is_complex,
     torch.is_inference,
@@ -274,6 +311,7 @@ _RAW = {
     torch.Tensor.__dlpack__,
     torch.Tensor.tolist,
 }
+_AUTOGRAD = {torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _tensor_property("data", "__get__"): lambda absent: absent.master.loose,
     _tensor_property("data", "__set__"): _set_data,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,17 +98,35 @@ def automatic(totals: Totals) -> int:
 
 
 def available_bytes() -> int:
-    """Host memory that can still be taken: what the system has, within the limit of the control group."""
+    """Host memory that can still be taken: what the system has, within the limits of the control groups."""
     available = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            available = min(available, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
-        except (OSError, ValueError):  # no such control group, or no limit ("max")
-            continue
+    for folder in _control_groups():
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                free = int((folder / limit).read_text()) - int((folder / used).read_text())
+            except (OSError, ValueError):  # the other version, or no limit ("max")
+                continue
+            available = min(available, max(0, free))
     return available
+
+
+def _control_groups() -> Iterator[Path]:
+    """Folders of the memory control groups that this process is in, inner ones first (both versions)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = Path("/sys/fs/cgroup", "memory" if controllers else "")
+        group = top / path.lstrip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent == top or top in parent.parents)
 
 
 def all_resident(policy: str, weights: Weights) -> Plan:

@@ -120,8 +120,6 @@ class Master:
         self.requires_grad = wanted
         with torch._C.DisableTorchFunctionSubclass():
             self.absent.requires_grad_(wanted)
-            if wanted and not self.absent._post_accumulate_grad_hooks:
-                self.absent.register_post_accumulate_grad_hook(_hand_over_grad)  # type: ignore[no-untyped-call]
 
     @property
     def loose(self) -> Absent:
@@ -143,11 +141,13 @@ class Master:
 
     def value(self) -> torch.Tensor:
         """The true value as a plain tensor aligned to 64 bytes; the master's own memory where that is aligned."""
+        if self.absent is None:
+            self.take_memory()  # retired: the user's parameter may hold other memory by now
         home = self.home
         if isinstance(home, MemoryHome) and home.address % ALIGNMENT == 0:
             return self.memory()
         with torch.inference_mode(False), torch.no_grad():
-            buffer = torch.empty(self.span, dtype=torch.uint8)
+            buffer = torch.empty(self.span, dtype=torch.uint8, device="cpu")
             self.copy_to(buffer.data_ptr())
             return buffer.view(self.dtype).as_strided(self.size, self.stride)
 
@@ -217,6 +217,7 @@ class Master:
 
     def take_memory(self) -> None:
         """The master's own memory was written: it is the truth, and no file is read over it."""
+        self.address = self.original.data_ptr()
         self.home = self._memory_home()
 
     def _memory_home(self) -> MemoryHome:
@@ -272,7 +273,11 @@ class Master:
         return tuple(tensor for tensor in (self.absent, self.bound) if tensor is not None)
 
     def retire(self) -> None:
-        """No module shows this parameter's stand-in any more: break the cycle between them."""
+        """No module shows this parameter's stand-in any more: break the cycle between them.
+
+        Stand-ins that somebody holds go on with the memory, which has every edit and outlives the file's handle.
+        """
+        self.take_memory()
         self.bound = None
         self.absent = None  # type: ignore[assignment]
         self.slots, self.deep = [], []
@@ -324,16 +329,18 @@ class Master:
 
 
 def _hand_over_grad(leaf: Any) -> None:
-    """The stand-in is the leaf of the graph; the gradient belongs to the user's parameter."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        grad = leaf.grad
-        leaf.grad = None
+    """A leaf that was shown has a gradient: it belongs to the user's parameter, and so do the user's hooks."""
+    with torch.no_grad():
+        grad, leaf.grad = leaf.grad, None
     if grad is None:
         return
     original = leaf.master.original
     for hook in (original._backward_hooks or {}).values():
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
-    original.grad = grad if original.grad is None else original.grad + grad
+    if original.grad is None or torch.is_grad_enabled():
+        original.grad = grad if original.grad is None else original.grad + grad
+    else:
+        original.grad.add_(grad)
     for hook in (original._post_accumulate_grad_hooks or {}).values():
         hook(original)

@@ -7,15 +7,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
-from fmstream.actors.compute import Executor
+from fmstream.actors.compute import POLL_SECONDS, Executor
 from fmstream.actors.prefetch import PrefetchActor
 from fmstream.actors.scheduler import Scheduler
 from fmstream.config import StreamConfig
@@ -27,7 +28,6 @@ from fmstream.device.device import open_device
 from fmstream.device.homes import FileHome
 from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, saved
-from fmstream.payloads.compiler import uncompiled
 from fmstream.payloads.passes import Pass, Route
 from fmstream.payloads.planner import Meter, Planner
 from fmstream.payloads.sites import Site
@@ -61,11 +61,14 @@ class Root:
         """The route for a kind of call, else the latest one."""
         return self.routes.get(key) or self.routes.get(self.latest)
 
-    def settle(self) -> None:
+    def settle(self, check_stop: Callable[[], None]) -> None:
         """Take the route that the scheduler has made.  A first one is waited for, a better one may come later."""
         if self.pending is None or (self.pending_key in self.routes and not self.pending.done()):
             return
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        while not wait([pending], timeout=POLL_SECONDS).done:
+            check_stop()
+        self.pending = None
         route = pending.result()
         if route is not None:
             self.routes.pop(self.pending_key, None)
@@ -73,6 +76,41 @@ class Root:
                 self.routes.pop(next(iter(self.routes)))
             self.routes[self.pending_key] = route
             self.latest = self.pending_key
+
+
+class Seam:
+    """What a streamed module calls in place of its own call: it stands outside all hooks and leaves ``forward`` alone.
+
+    A copy of the module does not stream: copied or pickled, a seam is None, as in a plain module.
+    """
+
+    __slots__ = ("_plain", "_session", "_site")
+
+    def __init__(self, session: Session, site: Site, plain: Callable[..., Any]) -> None:
+        self._session = session
+        self._site = site
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session = self._session
+        current = session.current
+        if current is None or current.thread != get_ident():
+            return session.outermost(self._site, self._plain, args, kwargs)
+        if current.light:
+            if session.stop_reason is not None:
+                current.executor.check_stop()
+            return self._plain(*args, **kwargs)
+        token = current.enter(self._site)
+        try:
+            return self._plain(*args, **kwargs)
+        finally:
+            current.leave(token)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class Session:
@@ -228,20 +266,19 @@ class Session:
             self._teardown()
 
     def _teardown(self) -> None:
+        """Undo everything.  Each step may be repeated, so an interrupted one is finished by the next call."""
         if self.closed:
             return
-        self.closed = True
         self.telemetry.ended = time.perf_counter()
+        self._withdraw()
+        if self._prefetch is not None:
+            self._prefetch.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        self.weights.unspill()
+        self.weights.close_files()
         _sessions.discard(self)
-        try:
-            self._withdraw()
-        finally:
-            if self._prefetch is not None:
-                self._prefetch.close()
-            if self._scheduler is not None:
-                self._scheduler.close()
-            self.weights.unspill()
-            self.weights.close_files()
+        self.closed = True
 
     def _withdraw(self) -> None:
         """Take everything out of the modules again."""
@@ -250,8 +287,8 @@ class Session:
                 module.__dict__.pop("_compiled_call_impl", None)
             else:
                 module.__dict__["_compiled_call_impl"] = before
-        self._wrapped.clear()
         self.weights.uninstall()
+        self._wrapped.clear()
         if self._executor is not None:
             self._executor.close()
 
@@ -269,29 +306,8 @@ class Session:
         """See the calls of a module from outside all its hooks, and leave its ``forward`` alone."""
         module = site.module
         before = module.__dict__.get("_compiled_call_impl")
-        plain = module._call_impl if before is None else before
-        get_ident = threading.get_ident
-        session = self
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            current = session.current
-            if current is None or current.thread != get_ident():
-                return session.outermost(site, plain, args, kwargs)
-            if current.light:
-                if session.stop_reason is not None:
-                    current.executor.check_stop()
-                return plain(*args, **kwargs)
-            token = current.enter(site)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                current.leave(token)
-
-        # The compiler must not trace what moves weights: it breaks its graph here and calls the module as it is.
-        call._torchdynamo_disable = True  # type: ignore[attr-defined]
-        call._torchdynamo_disable_msg = "fmstream streams the weights of this module"  # type: ignore[attr-defined]
         self._wrapped.append((module, before))
-        module.__dict__["_compiled_call_impl"] = call
+        module.__dict__["_compiled_call_impl"] = Seam(self, site, module._call_impl if before is None else before)
 
     def outermost(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a module that no other streamed module is calling: one pass."""
@@ -300,10 +316,16 @@ class Session:
                 f"{site.name or type(site.module).__name__!r} streams in the process that this one was forked from: "
                 "close the handle before forking, or open one in the child"
             )
+        current = self.current
+        if current is not None and current.thread != get_ident() and self._is_inside(site, current):
+            # A thread that a forward started: waiting for the pass would be waiting for ourselves.  Stand-ins fault.
+            return plain(*args, **kwargs)
         with ExitStack() as locks:
-            locks.enter_context(uncompiled())
             for lock in self._locks:
-                locks.enter_context(lock)
+                while not lock.acquire(timeout=POLL_SECONDS):
+                    if self.stop_reason is not None:
+                        raise self.stop_reason
+                locks.callback(lock.release)
             if self.closed:
                 return plain(*args, **kwargs)
             if self._executor is None:
@@ -317,6 +339,11 @@ class Session:
             finally:
                 if self._close_requested:
                     self._teardown()
+
+    def _is_inside(self, site: Site, current: Pass) -> bool:
+        """Whether a module is part of the one that another thread is calling."""
+        root = current.root.module
+        return site.module is not root and any(module is site.module for module in root.modules())
 
     def _watched(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """A pass with nothing to stream."""
@@ -341,7 +368,7 @@ class Session:
         try:
             self.current = current = self._begin(site, args, kwargs)
             try:
-                if torch.is_inference_mode_enabled():
+                if torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
                     result = self._call(current, site, plain, args, kwargs)
                 else:
                     with saved.hooks(lambda: executor.slab, weights.bound_at, weights.begin_graph):
@@ -403,7 +430,7 @@ class Session:
             # Not worth a plan of its own, which would drive out that of a larger root.
             executor.demand(self._name(site), root.params)
             return Pass(weights, executor, site, None, light=True)
-        root.settle()
+        root.settle(executor.check_stop)
         route = root.route(self._key)
         if route is not None:
             if executor.plan is not route.plan:

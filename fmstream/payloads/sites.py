@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fmstream.errors import ConfigError
-from fmstream.payloads.absent import Absent, Bound
+from fmstream.payloads.absent import Absent, Bound, InGraph
 from fmstream.payloads.master import Keeper, Master, span_bytes
 
 MAX_SPREAD = 2
@@ -73,7 +73,7 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
             continue
         own: list[int] = []
         for key, shown in module._parameters.items():
-            param = shown.master.original if isinstance(shown, Absent | Bound) else shown
+            param = shown.master.original if isinstance(shown, Absent | Bound | InGraph) else shown
             if param is None or id(param) in reasons:
                 continue
             full = f"{name}.{key}" if name else key
@@ -86,7 +86,8 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
                 )
                 if reason is not None:
                     reasons[id(param)] = reason
-                    found.kept.append((full, param.numel() * param.element_size(), reason))
+                    lazy = nn.parameter.is_lazy(param)
+                    found.kept.append((full, 0 if lazy else param.numel() * param.element_size(), reason))
                     continue
                 master = by_id[id(param)] = Master(len(found.masters), full, param, device, keeper)
                 found.masters.append(master)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import gc
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
 from fmstream.device.memory import return_free_memory
 from fmstream.device.spill import SpillFile
-from fmstream.payloads.absent import Absent, Bound, make_bound
+from fmstream.payloads.absent import Absent, Bound, InGraph, make_bound
 from fmstream.payloads.master import Master
 from fmstream.payloads.sites import Site, Survey, survey
 
@@ -141,6 +142,7 @@ class Weights:
             for master, address in self._spilled:
                 if master.original.data_ptr() == address:
                     master.original.data = master.memory().clone(memory_format=torch.preserve_format)
+                    master.take_memory()
         self._spilled.clear()
         if self._spill is not None:
             self._spill.close()
@@ -196,7 +198,7 @@ class Weights:
                 continue
             with torch.inference_mode(False), torch.no_grad():
                 address = master.bound.data_ptr()
-                truth = torch.empty(master.span, dtype=torch.uint8)
+                truth = torch.empty(master.span, dtype=torch.uint8, device="cpu")
                 master.copy_to(truth.data_ptr())
                 offset = address - part.address
                 if not torch.equal(part.tensor[offset : offset + master.span], truth):
@@ -326,9 +328,9 @@ class Weights:
 
     def unbind(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
         """Show the stand-ins again; in-place writes are brought to the masters first."""
-        if part.was_written():
-            self._write_back(params, part)
         masters, shown = self.masters, part.shown
+        if part.was_written() or any(_was_written(masters[param].bound) for param in params):
+            self._write_back(params, part)
         for param, offset in zip(params, offsets, strict=True):
             master = masters[param]
             if master.bound is not None and not master.unbind():
@@ -348,18 +350,41 @@ class Weights:
             self._pin(param)
 
     def outlived(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
-        """Leave parameters in place from now on that somebody looks into after the pass."""
+        """Somebody looks into the part longer than it is shown: let them look into the masters instead.
+
+        These parameters are left in place from now on; where the tensor cannot be found, all in the part are.
+        """
+        found = False
         for tensor in gc.get_objects():
-            if type(tensor) in _TENSOR_TYPES and _shares(tensor, part):
+            kind = type(tensor)  # `isinstance` would run code of any object that there is
+            if issubclass(kind, torch.Tensor) and kind is not Absent and _shares(tensor, part):
                 at = bisect.bisect_right(offsets, tensor.data_ptr() - part.address) - 1
-                self.in_place.add(id(self.masters[params[at]].original))
-                self.changed_shape = True
+                master = self.masters[params[at]]
+                self.in_place.add(id(master.original))
+                self._point_at(tensor, master, tensor.data_ptr() - part.address - offsets[at])
+                found = True
+        if not found:
+            self.in_place |= {id(self.masters[param].original) for param in params}
+        self.changed_shape = True
+
+    def _point_at(self, tensor: torch.Tensor, master: Master, byte_offset: int) -> None:
+        """Make a tensor a view of the master's memory, with the size and strides that it has."""
+        master.to_memory()
+        storage = master.memory().untyped_storage()
+        offset = (master.original.data_ptr() - storage.data_ptr() + byte_offset) // tensor.element_size()
+        # A tensor that a graph depends on cannot be moved; it keeps the fast memory that it looks into.
+        with contextlib.suppress(RuntimeError), torch.inference_mode(False), torch.no_grad():
+            tensor.set_(storage, offset, tensor.size(), tensor.stride())
+
+
+def _was_written(bound: torch.Tensor | None) -> bool:
+    return isinstance(bound, InGraph) and bound._version != bound.version
 
 
 def _restore(holder: dict[str, Any], weights: Weights) -> None:
     """Replace stand-ins that the user moved to other places by what they stand for."""
     for key, value in holder.items():
-        master = getattr(value, "master", None) if isinstance(value, Absent | Bound) else None
+        master = getattr(value, "master", None) if isinstance(value, Absent | Bound | InGraph) else None
         if master is None or master.keeper is not weights:
             continue
         if value is master.bound or (isinstance(value, Absent) and value.stands_for_parameter):
@@ -369,11 +394,12 @@ def _restore(holder: dict[str, Any], weights: Weights) -> None:
             holder[key] = nn.Parameter(plain, value.requires_grad) if isinstance(value, nn.Parameter) else plain
 
 
-_TENSOR_TYPES = (torch.Tensor, nn.Parameter, Bound)
-
-
 def _shares(tensor: torch.Tensor, part: Part) -> bool:
-    """Whether a tensor looks into the part, other than through the part's own whole views."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or part.owns(tensor):
-        return False
-    return tensor.untyped_storage().data_ptr() == part.address
+    """Whether a tensor looks into the part, other than through the part's own views."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided or part.owns(tensor):
+            return False
+        try:
+            return part.is_under(tensor)
+        except (RuntimeError, NotImplementedError):  # a tensor that has no storage
+            return False
