@@ -270,15 +270,24 @@ class Session:
         if self.closed:
             return
         self.telemetry.ended = time.perf_counter()
-        self._withdraw()
-        if self._prefetch is not None:
-            self._prefetch.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        self.weights.unspill()
-        self.weights.close_files()
-        _sessions.discard(self)
-        self.closed = True
+        interrupted = True
+        try:
+            with ExitStack() as steps:  # carried out from the last to the first, whatever one of them raises
+                steps.callback(self.weights.close_files)
+                steps.callback(self.weights.unspill)
+                if self._scheduler is not None:
+                    steps.callback(self._scheduler.close)
+                if self._prefetch is not None:
+                    steps.callback(self._prefetch.close)
+                steps.callback(self._withdraw)
+            interrupted = False
+        except Exception:
+            interrupted = False
+            raise
+        finally:
+            if not interrupted:
+                _sessions.discard(self)
+                self.closed = True
 
     def _withdraw(self) -> None:
         """Take everything out of the modules again."""
