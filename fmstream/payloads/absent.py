@@ -117,8 +117,9 @@ class _OfMaster(torch.Tensor):
         return self.master.loose
 
     def numpy(self, **kwargs: Any) -> Any:
-        """The master's memory as an array: what is written there is seen before the next pass."""
-        return self.master.expose().numpy(**kwargs)
+        """The master's memory as an array; the parameter is left in place from now on, for writes to it show nowhere."""
+        self.master.leave_in_place()
+        return self.master.original.numpy(**kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Change the user's parameter; what is shown follows at the next pass."""

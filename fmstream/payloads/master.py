@@ -37,6 +37,9 @@ class Keeper(Protocol):
     def settle(self) -> None:
         """Let no copy of any master be on its way: memory is about to move."""
 
+    def left_in_place(self, master: Master) -> None:
+        """The user's own parameter is shown from now on."""
+
     def succeeded(self, master: Master, successor: Master) -> None:
         """The parameter is another tensor now, with another master; the old one stands for the old tensor."""
 
@@ -290,6 +293,17 @@ class Master:
         self.address = self.original.data_ptr()
         self.home = self._memory_home()
         self.keeper.changed(self)
+
+    def leave_in_place(self) -> None:
+        """Show the user's own parameter at once, and no longer stream it."""
+        self.to_memory()
+        shown = self.shown()
+        for holder, key in self.slots:
+            if any(holder.get(key) is tensor for tensor in shown):
+                holder[key] = self.original
+        self.show_deep(shown, self.original)
+        self.bound = None
+        self.keeper.left_in_place(self)
 
     # Showing
 

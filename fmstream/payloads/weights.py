@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import gc
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,27 @@ class Weights:
         self.sites = found.sites
         self.sizes = [master.num_bytes for master in found.masters]
         self.pinned.clear()
-        self._exposed.clear()
+        self._exposed = self._aliased()
+        return found
+
+    def _aliased(self) -> set[int]:
+        """Masters whose memory somebody looks into beside their modules (``.data``, an array, a flat buffer).
+
+        Their writes leave no trace in the parameter.
+        """
+        known: Counter[int] = Counter()
+        for master in self.masters:
+            known[_storage_of(master.original)] += 1 + isinstance(master.home, MemoryHome)
+        own = {id(master.original) for master in self.masters}
+        for root in self.roots.values():
+            for tensor in (*root.buffers(), *root.parameters()):
+                if type(tensor) in (torch.Tensor, nn.Parameter) and id(tensor) not in own:
+                    known[_storage_of(tensor)] += 1
+        found = set()
+        for master in self.masters:
+            storage = master.original.untyped_storage()  # counts itself
+            if torch._C._storage_Use_Count(storage._cdata) - 1 > known[storage._cdata]:
+                found.add(master.index)
         return found
 
     def spill(self, directory: str) -> None:
@@ -255,6 +276,11 @@ class Weights:
         if self._is_present(master):
             self._exposed.add(master.index)
 
+    def left_in_place(self, master: Master) -> None:
+        """From the next pass on it is not streamed."""
+        self.in_place.add(id(master.original))
+        self.changed_shape = True
+
     def changed(self, master: Master) -> None:
         """Renew copies in fast memory."""
         self.homes_changed = True
@@ -375,6 +401,10 @@ class Weights:
         # A tensor that a graph depends on cannot be moved; it keeps the fast memory that it looks into.
         with contextlib.suppress(RuntimeError), torch.inference_mode(False), torch.no_grad():
             tensor.set_(storage, offset, tensor.size(), tensor.stride())
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def _was_written(bound: torch.Tensor | None) -> bool:
