@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before the import: it remarks on what is not installed
+
 import diffusers
 import numpy as np
 import torch
@@ -40,7 +42,7 @@ from fmstream.report.timeline import save_chrome_trace
 RANDOM_CHECKPOINT = Path("out/svd-checkpoint")
 PHOTOGRAPH = Path(__file__).with_name("images") / "coffee.jpg"
 SMALL, FULL = (64, 64), (576, 1024)
-"""Height and width for random weights (a step computes about as long as it reads) and for a real checkpoint."""
+"""Height and width for random weights (computing a step and reading its weights are of one order) and for real ones."""
 
 WARM_UP_STEPS = 3
 """Steps of the untimed call: one that learns the order of the layers, and two that follow the plan."""
@@ -73,6 +75,10 @@ class Result:
 def main() -> int:
     """Make the video three times, compare, save; the exit status is 1 if the frames differ."""
     args = parse_arguments()
+    for path in filter(None, (args.model, args.image)):
+        if not path.exists():
+            print(f"error: there is no {path}", file=sys.stderr)
+            return 2
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     silence_loading()
     # One core is left to the readers; all three runs compute with the others.
@@ -90,7 +96,11 @@ def main() -> int:
     }
     runs = [("unlimited", "overlap_async", None), ("sync", "sync", args.memory)]
     runs.append(("overlap_async", "overlap_async", args.memory))
-    results = [measure(pipeline, request, args.seed, *run) for run in runs]
+    try:
+        results = [measure(pipeline, request, args.seed, *run) for run in runs]
+    except (fmstream.FmstreamError, ValueError) as error:  # the memory, or what the pipeline says of the size
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
     args.out.mkdir(parents=True, exist_ok=True)
     video = save_video(results[-1].frames, args.fps, args.out)
@@ -149,7 +159,7 @@ def find_random_checkpoint(console: Console) -> Path:
 
 def load_pipeline(checkpoint: Path) -> StableVideoDiffusionPipeline:
     """The pipeline in float32; weights that are stored so stay in the mapped files and take no memory until read."""
-    return StableVideoDiffusionPipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    return StableVideoDiffusionPipeline.from_pretrained(str(checkpoint), dtype=torch.float32)
 
 
 def load_image(path: Path, height: int, width: int) -> Image.Image:
@@ -229,22 +239,27 @@ def save_report(result: Result, folder: Path) -> None:
 
 
 def make_table(results: list[Result]) -> Table:
-    """The runs side by side; "sync" is the one that the speedup is over."""
+    """The runs side by side; "sync" is the one that the speedup is over.
+
+    The bound of a step is max(the step of the unlimited run, streamed bytes / link rate).
+    """
     [slowest] = [result for result in results if result.label == "sync"]
+    alone = results[0].denoiser.step_seconds
     table = Table(title="the same video, three ways", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("", "frames/s", "step s", "bound s", "step/bound", "speedup", "weights GB", "peak RSS GB"):
+    for heading in ("", "frames/s", "step s", "bound s", "step/bound", "speedup", "weights GiB", "peak RSS GiB"):
         table.add_column(heading, justify="right" if heading else "left")
     for result in results:
         row = result.denoiser
+        bound = max(alone, row.link_seconds or 0.0)
         table.add_row(
             result.label,
             f"{result.frames_per_second:.3f}",
             f"{row.step_seconds:.3f}",
-            "-" if row.bound_seconds is None else f"{row.bound_seconds:.3f}",
-            "-" if row.gap is None else f"{row.gap:.3f}",
+            f"{bound:.3f}",
+            f"{row.step_seconds / bound:.3f}",
             f"{slowest.seconds / result.seconds:.2f}x",
-            f"{result.report.memory_bytes / 1e9:.3f}",
-            f"{result.report.peak_rss_bytes / 1e9:.3f}",
+            f"{result.report.memory_bytes / 2**30:.3f}",
+            f"{result.report.peak_rss_bytes / 2**30:.3f}",
         )
     return table
 

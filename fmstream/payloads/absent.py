@@ -117,7 +117,7 @@ class _OfMaster(torch.Tensor):
         return self.master.loose
 
     def numpy(self, **kwargs: Any) -> Any:
-        """The master's memory as an array; the parameter is left in place from now on, for writes to it show nowhere."""
+        """The user's parameter as an array; it is left in place from now on, for writes to an array leave no trace."""
         self.master.leave_in_place()
         return self.master.original.numpy(**kwargs)
 

@@ -493,7 +493,7 @@ class Session:
                 wait_seconds=waited,
                 streamed_bytes=executor.streamed_bytes - streamed,
                 resident_bytes=root.num_bytes if current.light else executor.resident_bytes,
-                window_bytes=plan.window_bytes if plan is not None else 0,
+                window_bytes=plan.window_bytes if plan is not None and not current.light else 0,
                 fault_bytes=weights.fault_bytes,
                 predicted=predicted if plan is not None and plan.units else None,
             )
