@@ -325,6 +325,8 @@ class Session:
                 f"{site.name or type(site.module).__name__!r} streams in the process that this one was forked from: "
                 "close the handle before forking, or open one in the child"
             )
+        if self._executor is None and not self.closed:
+            return self._watched(site, plain, args, kwargs)
         current = self.current
         if current is not None and current.thread != get_ident() and self._is_inside(site, current):
             # A thread that a forward started: waiting for the pass would be waiting for ourselves.  Stand-ins fault.
@@ -337,8 +339,6 @@ class Session:
                 locks.callback(lock.release)
             if self.closed:
                 return plain(*args, **kwargs)
-            if self._executor is None:
-                return self._watched(site, plain, args, kwargs)
             try:
                 return self._pass(site, plain, args, kwargs)
             except StreamError as error:
