@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -318,3 +320,22 @@ def test_a_first_run_under_inference_mode_and_a_backward_later() -> None:
         assert x.grad is not None
         assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
     twin.check_restored()
+
+
+def test_a_forward_that_calls_its_children_in_a_pool_of_threads() -> None:
+    class Pool(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(2) as pool:
+                results = [pool.submit(part, x) for part in self.parts]
+                return sum((result.result(20.0) for result in results), torch.zeros(()))
+
+    module = Pool().requires_grad_(False)
+    twin = copy.deepcopy(module)
+    x = torch.randn(3, 32)
+    with fmstream.stream(module, memory="40%"):
+        for _ in range(4):
+            assert torch.equal(module(x), twin(x))
