@@ -7,9 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -30,87 +28,16 @@ from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, saved
 from fmstream.payloads.passes import Pass, Route
 from fmstream.payloads.planner import Meter, Planner
+from fmstream.payloads.roots import Root, kind_of
+from fmstream.payloads.seam import Seam
 from fmstream.payloads.sites import Site
 from fmstream.payloads.weights import Weights
 from fmstream.policies import get as get_policy
 
 SMALL_SHARE = 0.05
 """A root whose weights are below this share of the memory is loaded as a whole when it is called."""
-MAX_ROUTES = 8
-"""Routes kept for each root; the oldest is dropped."""
-
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _sharing = threading.Lock()
-
-
-@dataclass(slots=True)
-class Root:
-    """What is known of an outermost module."""
-
-    site: Site
-    params: tuple[int, ...]
-    num_bytes: int
-    routes: dict[Any, Route] = field(default_factory=dict)
-    latest: Any = None
-    pending: Future[Route | None] | None = None
-    pending_key: Any = None
-    ended: float = 0.0
-    between: float = 0.0
-
-    def route(self, key: Any) -> Route | None:
-        """The route for a kind of call, else the latest one."""
-        return self.routes.get(key) or self.routes.get(self.latest)
-
-    def settle(self, check_stop: Callable[[], None]) -> None:
-        """Take the route that the scheduler has made.  A first one is waited for, a better one may come later."""
-        if self.pending is None or (self.pending_key in self.routes and not self.pending.done()):
-            return
-        pending = self.pending
-        while not wait([pending], timeout=POLL_SECONDS).done:
-            check_stop()
-        self.pending = None
-        route = pending.result()
-        if route is not None:
-            self.routes.pop(self.pending_key, None)
-            while len(self.routes) >= MAX_ROUTES:
-                self.routes.pop(next(iter(self.routes)))
-            self.routes[self.pending_key] = route
-            self.latest = self.pending_key
-
-
-class Seam:
-    """What a streamed module calls in place of its own call: it stands outside all hooks and leaves ``forward`` alone.
-
-    A copy of the module does not stream: copied or pickled, a seam is None, as in a plain module.
-    """
-
-    __slots__ = ("_plain", "_session", "_site")
-
-    def __init__(self, session: Session, site: Site, plain: Callable[..., Any]) -> None:
-        self._session = session
-        self._site = site
-        self._plain = plain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        session = self._session
-        current = session.current
-        if current is None or current.thread != get_ident():
-            return session.outermost(self._site, self._plain, args, kwargs)
-        if current.light:
-            if session.stop_reason is not None:
-                current.executor.check_stop()
-            return self._plain(*args, **kwargs)
-        token = current.enter(self._site)
-        try:
-            return self._plain(*args, **kwargs)
-        finally:
-            current.leave(token)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 class Session:
@@ -425,7 +352,7 @@ class Session:
         assert executor is not None
         weights.refresh_masters()
         weights.fault_bytes = 0
-        self._key = _kind(args, kwargs)
+        self._key = kind_of(args, kwargs)
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
             self._load_all(executor, self.resident_plan)
         began = time.perf_counter()
@@ -531,15 +458,6 @@ class Session:
 
     def _name(self, site: Site) -> str:
         return site.name or type(site.module).__name__
-
-
-def _kind(args: Any, kwargs: dict[str, Any]) -> Any:
-    """What tells one kind of call from another: which arguments are given, and flags among them."""
-
-    def describe(value: Any) -> Any:
-        return value if value is None or isinstance(value, bool | str) else type(value)
-
-    return (tuple(map(describe, args)), tuple((key, describe(kwargs[key])) for key in sorted(kwargs)))
 
 
 def _after_fork_in_child() -> None:

@@ -1,0 +1,47 @@
+"""Where a streamed module is called: the one thing that is put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from fmstream.payloads.sites import Site
+
+if TYPE_CHECKING:
+    from fmstream.payloads.session import Session
+
+
+class Seam:
+    """What a streamed module calls in place of its own call: it stands outside all hooks and leaves ``forward`` alone.
+
+    A copy of the module does not stream: copied or pickled, a seam is None, as in a plain module.
+    """
+
+    __slots__ = ("_plain", "_session", "_site")
+
+    def __init__(self, session: Session, site: Site, plain: Callable[..., Any]) -> None:
+        self._session = session
+        self._site = site
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session = self._session
+        current = session.current
+        if current is None or current.thread != get_ident():
+            return session.outermost(self._site, self._plain, args, kwargs)
+        if current.light:
+            if session.stop_reason is not None:
+                current.executor.check_stop()
+            return self._plain(*args, **kwargs)
+        token = current.enter(self._site)
+        try:
+            return self._plain(*args, **kwargs)
+        finally:
+            current.leave(token)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
