@@ -39,6 +39,7 @@ class Route:
         self.plan = plan
         self.predicted = predicted or plan.predicted
         self.num_passes = 0
+        self.num_refined = 0
         self.sites = [call.site for call in trace.calls]
         self.begins = [-1] * len(trace.calls)
         self.closes = [-1] * len(trace.calls)

@@ -76,7 +76,7 @@ class Planner:
         """Whether the last pass on a route calls for new times."""
         predicted = route.predicted.seconds
         self._off = self._off + 1 if abs(seconds - predicted) > DRIFT * predicted else 0
-        if route.num_passes in REFINE_AFTER:
+        if route.num_refined < len(REFINE_AFTER) and route.num_passes >= REFINE_AFTER[route.num_refined]:
             return True
         if self._off >= DRIFT_PASSES:
             self._off = 0
@@ -88,11 +88,11 @@ class Planner:
         predicted = self.predict(route.plan, trace)
         better = self.make(trace, pinned)
         if better is not None and _is_worth_it(better.plan, route.plan, predicted.seconds):
-            better.num_passes = route.num_passes
-            return better
-        kept = Route(trace, route.plan, predicted)
-        kept.num_passes = route.num_passes
-        return kept
+            following = better
+        else:
+            following = Route(trace, route.plan, predicted)
+        following.num_passes, following.num_refined = route.num_passes, route.num_refined + 1
+        return following
 
     def predict(self, plan: Plan, trace: Trace) -> Prediction:
         """What a plan takes under the present costs."""

@@ -449,7 +449,7 @@ class Session:
             work: Callable[[], Route | None] = lambda: self.planner.make(trace, pinned)  # noqa: E731
         else:
             route.num_passes += 1
-            if not self.planner.is_due(route, current.seconds) or current.skipped or root.pending is not None:
+            if root.pending is not None or current.skipped or not self.planner.is_due(route, current.seconds):
                 return
             trace = current.trace(root.between)
             work = lambda: self.planner.improve(route, trace, pinned)  # noqa: E731
