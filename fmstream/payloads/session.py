@@ -296,6 +296,7 @@ class Session:
     def _pass(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         executor, weights = self._executor, self.weights
         assert executor is not None
+        weights.refresh_masters()
         if weights.structure_changed():
             site = self._resurvey(site)
             executor = self._executor
@@ -350,7 +351,6 @@ class Session:
     def _begin(self, site: Site, args: Any, kwargs: dict[str, Any]) -> Pass:
         executor, weights = self._executor, self.weights
         assert executor is not None
-        weights.refresh_masters()
         weights.fault_bytes = 0
         self._key = kind_of(args, kwargs)
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
