@@ -297,6 +297,7 @@ class Session:
         executor, weights = self._executor, self.weights
         assert executor is not None
         weights.refresh_masters()
+        site = self._present(site)
         if weights.structure_changed():
             site = self._resurvey(site)
             executor = self._executor
@@ -341,10 +342,14 @@ class Session:
         self._survey(begun=True)
         self._share_locks()
         self.telemetry.replans += 1
-        for known in self.weights.sites:
-            if known.module is site.module:
-                return known
-        return Site(-1, site.name, site.module)
+        return self._present(site)
+
+    def _present(self, site: Site) -> Site:
+        """The site as the last survey knows it; a thread may have waited for the lock over a new survey."""
+        sites = self.weights.sites
+        if 0 <= site.index < len(sites) and sites[site.index] is site:
+            return site
+        return next((known for known in sites if known.module is site.module), Site(-1, site.name, site.module))
 
     # One pass
 
@@ -364,7 +369,8 @@ class Session:
             return Pass(weights, executor, site, None, light=True)
         if root.num_bytes <= SMALL_SHARE * executor.arena.num_bytes:
             # Not worth a plan of its own, which would drive out that of a larger root.
-            executor.demand(self._name(site), root.params)
+            if root.params:
+                executor.demand(self._name(site), root.params)
             return Pass(weights, executor, site, None, light=True)
         root.settle(executor.check_stop)
         route = root.route(self._key)
@@ -387,13 +393,13 @@ class Session:
         )
 
     def _root(self, site: Site) -> Root:
-        root = self._roots.get(site.index)
+        root = self._roots.get(id(site.module))
         if root is None:
             weights = self.weights
             inside = {id(module) for module in site.module.modules()}
             params = sorted({p for other in weights.sites if id(other.module) in inside for p in other.params})
             num_bytes = sum(weights.sizes[p] for p in params)
-            root = self._roots[site.index] = Root(site, tuple(params), num_bytes)
+            root = self._roots[id(site.module)] = Root(site, tuple(params), num_bytes)
         return root
 
     def _finish(self, current: Pass) -> None:
