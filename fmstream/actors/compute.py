@@ -7,7 +7,7 @@ parameter ids; what a parameter is, is the payload's affair.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,6 +75,7 @@ class Executor:
         self.residents: Loaded | None = None
         self.current: Loaded | None = None
         self._units = []
+        self._repeated: frozenset[int] = frozenset()
         self._requests: dict[tuple[int, int], tuple[Run, Request]] = {}
         self._first_demand_page = 0
         self._ahead: deque[Loaded] = deque()
@@ -104,6 +105,8 @@ class Executor:
 
         resident_run = make_run("residents", sorted(plan.resident)) if plan.resident else None
         self._units = [make_run(f"unit {i}", unit.params) for i, unit in enumerate(plan.units)]
+        uses = Counter(param for unit in plan.units for param in unit.params)
+        self._repeated = frozenset(param for param, count in uses.items() if count > 1)
         self._first_demand_page = page
         self.pages = PageTable(page + self.num_frames, self.num_frames)
         if plan.window_bytes:
@@ -178,10 +181,18 @@ class Executor:
             run = self._units[self._next]
             if self.current is not None and self.current.run is run:
                 return
+            if self._repeated and self._is_here(run):
+                return
             position = window.reserve(run.count)
             if position is None:
                 return
             self._ahead.append(self._submit_unit(run, position))
+
+    def _is_here(self, run: Run) -> bool:
+        """Whether a parameter of a run is in fast memory with another one: one copy at a time is enough."""
+        wanted = self._repeated.intersection(run.params)
+        here = self._ahead if self.current is None else (*self._ahead, self.current)
+        return any(not wanted.isdisjoint(loaded.run.params) for loaded in here)
 
     def drop_ahead(self) -> None:
         """Drop every unit that was issued and is not in use."""
