@@ -1,0 +1,126 @@
+"""Virtual time and order: host threads, streams, marks, and the lanes on which work takes time.
+
+Times are seconds since the machine began.  Order is kept in vector clocks (Fidge 1988, Mattern 1989): for each actor
+the last of its steps that is known to have happened.  Streams are actors 0, 1, ...; the host is actor ``HOST``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+VectorClock = dict[int, int]
+
+HOST: Final = -1
+"""The host as an actor.  All its threads are one: in what order they came to call is taken as they left it."""
+
+MAX_GAPS: Final = 64
+"""Idle stretches of a lane that later work may still fill; older ones are forgotten."""
+
+
+def join(clock: VectorClock, other: VectorClock) -> None:
+    """Raise ``clock`` to know what ``other`` knows."""
+    for actor, tick in other.items():
+        if clock.get(actor, 0) < tick:
+            clock[actor] = tick
+
+
+class Thread:
+    """A host thread: its clock and its current stream."""
+
+    __slots__ = ("seconds", "stream")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.stream = 0
+
+
+class Stream:
+    """A stream: when its work so far is seen done, and what its next operation is ordered after."""
+
+    __slots__ = ("clock", "ended", "host_version", "id", "lane", "seconds", "unfinished")
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.clock: VectorClock = {}
+        self.host_version = 0
+        """Of the host's clock, when it was last joined."""
+        self.lane = ""
+        """Of the last operation.  Another one on the same lane need not wait until that is seen done."""
+        self.ended = 0.0
+        self.seconds = 0.0
+        self.unfinished: deque[float] = deque()
+        """When the latest operations end."""
+
+    def ready(self, lane: str) -> float:
+        """The earliest start of an operation on ``lane``."""
+        return self.ended if lane == self.lane else self.seconds
+
+    def finish(self, lane: str, end: float, seen_seconds: float) -> None:
+        """Note an operation that leaves its lane at ``end`` and is seen done ``seen_seconds`` later."""
+        self.lane = lane
+        self.ended = end
+        self.seconds = max(self.seconds, end + seen_seconds)
+
+    def delay(self, seconds: float) -> None:
+        """Start nothing before ``seconds``."""
+        self.ended = max(self.ended, seconds)
+        self.seconds = max(self.seconds, seconds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """A point in a stream, as an event records it.
+
+    ``seconds`` is when everything before it is seen done; ``clock`` is what then is known to have happened.
+    """
+
+    stream: int
+    seconds: float
+    clock: VectorClock
+
+
+class Lane:
+    """Something that does one thing at a time: the compute engine, a copy engine, a disk.
+
+    Work is placed at the first idle stretch that holds it, so that what waits for an event does not hold up what was
+    enqueued later on another stream.
+    """
+
+    __slots__ = ("busy", "free", "gaps", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.busy = 0.0
+        self.free = 0.0
+        self.gaps: list[tuple[float, float]] = []
+
+    def occupy(self, ready: float, seconds: float) -> float:
+        """Take the lane for ``seconds``, not before ``ready``; the start."""
+        self.busy += seconds
+        start = self.free
+        if ready >= start:
+            if ready > start:
+                self._leave_gap(start, ready)
+            start = ready
+        elif self.gaps and self.gaps[-1][1] > ready:
+            filled = self._fill(ready, seconds)
+            if filled is not None:
+                return filled
+        self.free = start + seconds
+        return start
+
+    def _leave_gap(self, start: float, end: float) -> None:
+        self.gaps.append((start, end))
+        if len(self.gaps) > MAX_GAPS:
+            del self.gaps[0]
+
+    def _fill(self, ready: float, seconds: float) -> float | None:
+        for index, (low, high) in enumerate(self.gaps):
+            start = max(low, ready)
+            end = start + seconds
+            if end <= high:
+                self.gaps[index : index + 1] = [gap for gap in ((low, start), (end, high)) if gap[0] < gap[1]]
+                return start
+        return None
