@@ -1,65 +1,90 @@
 """The planned overlap: as many spread residents as fit, and a window that is filled as soon as it has room.
 
 Unit size, window and spacing are chosen by simulating the trace, not by a rule: the best rule of one case costs half
-as much again in another.  The search first tries unit sizes with windows, the most promising first, then other
-spacings for the best of them.
+as much again in another.  The search tries unit sizes with windows, then other spacings for the best of them, then
+changes the best in single places.  It judges by how a draft fares when costs are somewhat off, so that what would work
+only to the microsecond is not taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fmstream.core.drafts import SPACINGS, TIE, Choice, Draft, Drawing, all_resident, fastest
+from fmstream.core.climb import improve
+from fmstream.core.drafts import SPACINGS, TIE, Choice, Draft, Drawing, all_resident
+from fmstream.core.outlook import Outlook
 from fmstream.core.plan import Costs, Limits, Plan
 from fmstream.core.policy import register
 from fmstream.core.trace import Trace
 
 NAME = "overlap_async"
-WINDOW_UNITS = (2.0, 3.0, 4.0, 6.0, 8.0)
-"""Windows to try, as multiples of the largest unit."""
-TIGHT_UNITS = (1.0, 1.5)
-"""More to try where two units would take over a quarter of the memory: elsewhere they save little, forgive little."""
+WINDOW_UNITS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+"""Windows to try, as multiples of the largest unit that they are for."""
 WINDOW_SHARES = (0.125, 0.25, 0.5, 1.0)
 """Windows to try, as shares of the memory that the kept parameters leave."""
-REFINED = 3
-"""Choices of the first round whose spacing is varied in the second."""
+NEAR = 0.02
+"""Drafts of the first round that are within this share of the fastest are judged in all worlds."""
+REFINED = 4
+"""Choices whose spacing is varied in the second round."""
+CLIMBED = 2
+"""Drafts that are improved in single places in the third."""
 
 
 @register(NAME)
 def plan(trace: Trace, limits: Limits, costs: Costs) -> Plan:
-    """The fastest plan found; it wraps from the last unit of a pass to the first of the next."""
+    """The best plan found; it wraps from the last unit of a pass to the first of the next."""
     if (resident := all_resident(NAME, trace, limits)) is not None:
         return resident
     drawing = Drawing(trace, limits, costs, lookahead=limits.lookahead, wrap=limits.lookahead != 0)
-    first = [Choice(target, window) for target in drawing.targets() for window in _windows(drawing, target)]
-    drawn = _search(drawing, first, {})
-    best = sorted((draft.seconds, choice) for choice, draft in drawn.items())[:REFINED]
-    variants = [
-        choice._replace(spacing=spacing, whole_units=whole_units)
-        for _, choice in best
-        for spacing in range(len(SPACINGS))
-        for whole_units in (False, True)
+    outlook = Outlook(drawing)
+    drawn = _draw(drawing, _choices(drawing))
+    fast = (1 + NEAR) * min(draft.seconds for draft in drawn.values())
+    scores = {choice: outlook.draft_score(draft) for choice, draft in drawn.items() if draft.seconds <= fast}
+    variants = _draw(drawing, _respaced(sorted(scores, key=lambda choice: (scores[choice], choice))[:REFINED]))
+    scores |= {choice: outlook.draft_score(draft) for choice, draft in variants.items()}
+    drawn |= variants
+    best = [drawn[choice] for choice in sorted(scores, key=lambda choice: (scores[choice], choice))]
+    if limits.unit_bytes is None:
+        climbed = [improve(drawing, outlook, draft) for draft in best[:CLIMBED]]
+        best = sorted(climbed, key=outlook.draft_score)
+    return drawing.plan(NAME, best[0])
+
+
+def _choices(drawing: Drawing) -> list[Choice]:
+    """Unit sizes with windows, each in the two ways that differ most."""
+    return [
+        Choice(target, window, spacing, whole_units)
+        for target in drawing.targets()
+        for window in _windows(drawing, target)
+        for spacing, whole_units in ((0, True), (1, False))
     ]
-    drawn = _search(drawing, variants, drawn)
-    return drawing.plan(NAME, fastest(drawn.values(), trace.seconds))
 
 
 def _windows(drawing: Drawing, target_bytes: int) -> list[int]:
     """Windows in pages to try with units of that size."""
-    largest, room = drawing.largest_pages(target_bytes), drawing.room_pages
-    multiples = WINDOW_UNITS if 8 * largest <= room else TIGHT_UNITS + WINDOW_UNITS
-    wanted = {round(largest * units) for units in multiples} | {int(room * share) for share in WINDOW_SHARES}
-    return sorted(window for window in wanted if largest <= window <= room)
+    caps, room = drawing.caps(target_bytes), drawing.room_pages
+    wanted = {round(cap * units) for cap in caps for units in WINDOW_UNITS}
+    wanted |= {int(room * share) for share in WINDOW_SHARES}
+    return sorted(window for window in wanted if min(caps) <= window <= room)
 
 
-def _search(drawing: Drawing, choices: Iterable[Choice], known: dict[Choice, Draft]) -> dict[Choice, Draft]:
+def _respaced(choices: Iterable[Choice]) -> list[Choice]:
+    """The choices with every spacing."""
+    return [
+        choice._replace(spacing=spacing, whole_units=whole_units)
+        for choice in choices
+        for spacing in range(len(SPACINGS))
+        for whole_units in (False, True)
+    ]
+
+
+def _draw(drawing: Drawing, choices: Iterable[Choice]) -> dict[Choice, Draft]:
     """Draw the choices, those with the lowest bound and the smallest window first, while they can still win."""
-    drawn = dict(known)
-    best = min((draft.seconds for draft in drawn.values()), default=float("inf"))
+    drawn, best = dict[Choice, Draft](), float("inf")
     for choice in sorted(choices, key=lambda choice: (drawing.bound(choice.window_pages), choice.window_pages)):
-        if best <= drawing.bound(choice.window_pages) * (1 + TIE):
+        if best * (1 + TIE) < drawing.bound(choice.window_pages):
             break
-        if choice not in drawn and (draft := drawing.draw(choice)) is not None:
+        if (draft := drawing.draw(choice)) is not None:
             drawn[choice] = draft
             best = min(best, draft.seconds)
     return drawn

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fmstream.core.plan import Costs, Unit
-from fmstream.core.simulate import simulate
+from fmstream.core.simulate import compiled, play_plainly, simulate
 from fmstream.core.trace import Call, Trace
 from tests.traces import flat
 
@@ -22,6 +23,7 @@ def run(
     wrap: bool,
     between: float = 0.0,
     latency: float = 0.0,
+    seen: float = 0.0,
 ) -> float:
     """Steady pass of 20 equal units that compute for ``compute`` and load for ``link`` seconds in all."""
     trace = flat([SIZE] * NUM, [compute / NUM] * NUM, between)
@@ -31,7 +33,7 @@ def run(
         units,
         window_bytes=window_units * SIZE,
         page_bytes=PAGE,
-        costs=Costs(SIZE * NUM / link, latency),
+        costs=Costs(SIZE * NUM / link, latency, seen),
         lookahead=lookahead,
         wrap=wrap,
     )
@@ -58,6 +60,24 @@ def test_one_ahead_is_the_sum_of_the_longer_ones(compute: float, link: float) ->
 @pytest.mark.parametrize("window_units", [2, 3, 7, 20])
 def test_overlap_across_passes_is_the_longer_one(compute: float, link: float, window_units: int) -> None:
     assert run(compute, link, window_units, None, True) == pytest.approx(max(compute, link))
+
+
+def test_a_load_is_seen_later_while_the_link_goes_on() -> None:
+    assert run(1.0, 0.5, 1, 0, False, seen=0.01) == pytest.approx(1.5 + NUM * 0.01), "waited for at every entry"
+    assert run(1.0, 0.5, 3, None, True, seen=0.01) == pytest.approx(1.0), "hidden where there is time"
+    assert run(0.2, 1.0, 3, None, True, seen=0.01) == pytest.approx(1.0), "and where the link is the slower one"
+    # Two places in turn: each is loaded, seen and used before it is loaded again.
+    assert run(1.0, 1.0, 2, None, True, seen=0.01) == pytest.approx(NUM / 2 * (0.05 + 0.01 + 0.05))
+
+
+def test_a_window_fills_over_several_passes() -> None:
+    """A link that is hardly faster than compute needs some passes to get ahead; the steady ones are then free."""
+    shapes = [(10, 0.02)] * 10 + [(10, 0.08)] * 10
+    trace = flat([PAGE * pages for pages, _ in shapes], [seconds for _, seconds in shapes])
+    units = [Unit(i, i, (i,), SIZE) for i in range(NUM)]
+    args = {"page_bytes": PAGE, "costs": Costs(SIZE * NUM / 0.98), "lookahead": None, "wrap": True}
+    assert simulate(trace, units, window_bytes=12 * SIZE, **args) == pytest.approx(1.0)  # type: ignore[arg-type]
+    assert simulate(trace, units, window_bytes=3 * SIZE, **args) > 1.2  # type: ignore[arg-type]
 
 
 def test_a_window_of_one_unit_cannot_overlap() -> None:
@@ -149,3 +169,20 @@ def test_a_pass_is_never_shorter_than_its_compute_nor_longer_than_on_demand(
     assert seconds <= trace.seconds + link + 1e-9
     if not wrap:
         assert seconds >= link - 1e-9
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0.0, 2.0), st.floats(0.0, 1.0)), min_size=1, max_size=12),
+    st.integers(0, 30),
+    st.integers(0, 11),
+    st.booleans(),
+)
+def test_the_compiled_player_is_the_plain_one(
+    shapes: list[tuple[int, float, float]], spare: int, ahead: int, wrap: bool
+) -> None:
+    pages = np.array([pages for pages, _, _ in shapes], np.int64)
+    ends = np.cumsum([seconds for _, seconds, _ in shapes])
+    starts = np.concatenate(([0.0], ends[:-1]))
+    loads = np.array([seconds for _, _, seconds in shapes])
+    args = (starts, ends, pages, loads, int(pages.max()) + spare, float(ends[-1]), 0.5, 0.1, ahead, wrap)
+    assert compiled()(*args) == pytest.approx(play_plainly(*args), abs=1e-12)

@@ -5,24 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from fmstream.core.arena import num_pages
 from fmstream.core.plan import Costs, Limits, Plan, Prediction
-from fmstream.core.simulate import Use, load_seconds, play
+from fmstream.core.simulate import load_seconds, play, uses_of
 from fmstream.core.spread import byte_weights, mixed_weights, spread, time_weights
 from fmstream.core.trace import Trace
 from fmstream.core.units import Group, as_units, cut, merge, strip
 
 SPACINGS = (byte_weights, time_weights, mixed_weights)
-FINEST = 384
+FINEST = 768
 """Units into which a pass is cut at most: finer ones cost planning time and gain nothing."""
 TIE = 0.005
 """Drafts whose times differ by less than this share count as equally fast,"""
 COMPUTE_TIE = 0.02
 """and so do those that are within this share of computing alone: each byte that they move costs memory bandwidth."""
-SHARES = (256, 128, 64, 32, 16, 8)
-"""Unit sizes to try, as parts of the bytes that could be streamed."""
+LARGE_SHARE = 0.75
+"""Share of the memory that the largest units may take as residents, so that the window need not hold them,"""
+CAP_STEP = 0.8
+"""where the next ones are smaller than this share of them,"""
+MOST_CAPS = 2
+"""so many times."""
+SHARES = tuple(8 * 2 ** (step / 3) for step in range(19))
+"""Unit sizes to try, as parts of the bytes that could be streamed: from an eighth down, three steps to a half."""
 
 
 class Choice(NamedTuple):
@@ -89,7 +98,7 @@ class Drawing:
 
     def targets(self) -> list[int]:
         """Unit sizes that are worth trying: those whose units fit the memory and differ, finest first."""
-        wanted = [0, *(self.group_bytes // share for share in SHARES)]
+        wanted = [0, *(int(self.group_bytes / share) for share in SHARES)]
         if self.limits.unit_bytes is not None:
             wanted = [self.limits.unit_bytes]
         fitting = [target for target in wanted if self.largest_pages(target) <= self.room_pages]
@@ -106,14 +115,39 @@ class Drawing:
         """Pages of the largest unit where nothing but the kept parameters is resident."""
         return self.pages(max((group.num_bytes for group in self.chunks(target_bytes)), default=0))
 
+    def caps(self, target_bytes: int) -> list[int]:
+        """Pages of units that a window may be made for, largest first; the few that are larger stay resident then.
+
+        Some models have one module that is many times as large as the others, and used once.
+        """
+        units = sorted((self.pages(group.num_bytes) for group in self.chunks(target_bytes)), reverse=True)
+        caps, larger = units[:1], 0
+        for before, pages in pairwise(units):
+            larger += before
+            if larger > LARGE_SHARE * self.room_pages or len(caps) > MOST_CAPS:
+                break
+            if pages < CAP_STEP * caps[-1]:
+                caps.append(pages)
+        return caps
+
     def draw(self, choice: Choice) -> Draft | None:
-        """Carry out a choice; None where a unit came out larger than the window."""
+        """Carry out a choice; None where a unit came out larger than the window.
+
+        What is larger than the window to begin with is resident.
+        """
         sizes, trace = self.trace.sizes, self.trace
         page_bytes = self.limits.page_bytes
         source = self.chunks(choice.target_bytes) if choice.whole_units else self.groups
+        too_large = frozenset(
+            p for group in source if self.pages(group.num_bytes) > choice.window_pages for p in group.params
+        )
+        source = strip(source, too_large, sizes)
         room = (self.memory_pages - choice.window_pages) * page_bytes - self.kept_bytes
+        room -= sum(sizes[p] for p in too_large)
+        if room < 0:
+            return None
         weights = SPACINGS[choice.spacing](source, trace.seconds, trace.between)
-        chosen = spread(source, sizes, room, weights)
+        chosen = too_large | spread(source, sizes, room, weights)
         groups = strip(source, chosen, sizes)
         if not choice.whole_units:
             groups = merge(groups, choice.target_bytes, sizes)
@@ -124,17 +158,24 @@ class Drawing:
 
     def settle(self, resident: frozenset[int], groups: list[Group], window_pages: int) -> Draft | None:
         """Simulate residents and units; None where a unit is larger than the window."""
-        uses = [Use(g.start, g.end, self.pages(g.num_bytes), load_seconds(g.num_bytes, self.costs)) for g in groups]
-        if max((use.pages for use in uses), default=0) > window_pages:
+        num_bytes = np.array([group.num_bytes for group in groups], np.int64)
+        if self.pages(int(num_bytes.max(initial=0))) > window_pages:
             return None
-        trace = self.trace
-        seconds = play(uses, window_pages, trace.seconds, trace.between, self.lookahead, self.wrap)
+        starts = np.array([group.start for group in groups], np.float64)
+        ends = np.array([group.end for group in groups], np.float64)
+        trace, costs = self.trace, self.costs
+        uses = uses_of(starts, ends, num_bytes, self.limits.page_bytes, costs)
+        seconds = play(uses, window_pages, trace.seconds, trace.between, costs.seen_seconds, self.lookahead, self.wrap)
         return Draft(seconds, resident, groups, window_pages if groups else 0)
+
+    def least_moved(self, window_pages: int) -> int:
+        """Bytes that every draft with a window of that size moves in a pass, at least."""
+        room = (self.memory_pages - window_pages) * self.limits.page_bytes - self.kept_bytes
+        return max(0, self.group_bytes - self.most_uses * room)
 
     def bound(self, window_pages: int) -> float:
         """Seconds that no draft with a window of that size can go below."""
-        room = (self.memory_pages - window_pages) * self.limits.page_bytes - self.kept_bytes
-        link = (self.group_bytes - self.most_uses * room) / self.costs.bytes_per_second
+        link = self.least_moved(window_pages) / self.costs.bytes_per_second
         return max(self.trace.seconds, link - (self.trace.between if self.wrap else 0.0))
 
     def plan(self, policy: str, draft: Draft) -> Plan:

@@ -33,11 +33,13 @@ class Costs:
 
     Attributes:
         bytes_per_second: sustained rate of the link (disk to fast memory, or host to device).
-        latency_seconds: time from the issue of a load to its first byte, paid once per unit.
+        latency_seconds: time for which a load occupies the link beyond its bytes, paid once per unit.
+        seen_seconds: time from the end of a load to when compute may use it; the link is free meanwhile.
     """
 
     bytes_per_second: float
     latency_seconds: float = 0.0
+    seen_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

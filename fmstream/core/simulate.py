@@ -1,26 +1,51 @@
-"""What a plan will cost: the link, the window and the compute clock played through a few passes."""
+"""What a plan will cost: the link, the window and the compute clock played through a few passes.
+
+The player is a plain Python function over numpy arrays, compiled when it is first used, as the operations of the page
+table are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from fmstream.core.arena import num_pages
+import numpy as np
+from numpy.typing import NDArray
+
 from fmstream.core.plan import Costs, Unit
 from fmstream.core.trace import Trace
 from fmstream.core.units import closing_call
 
-PASSES = 3
-"""Passes that are played; the last one is taken as the steady one."""
+PASSES = 8
+"""Passes that are played at most: fewer where one lasts as long as the one before it."""
+SETTLED = 1e-9
+"""Share by which two passes may differ and count as equally long."""
 
 
-class Use(NamedTuple):
-    """One unit as the simulation sees it: seconds on the compute clock, pages, and seconds on the link."""
+class Uses(NamedTuple):
+    """The units of a pass as the simulation sees them, one entry for each.
 
-    start: float
-    end: float
-    pages: int
-    load_seconds: float
+    ``starts``, ``ends``: seconds on the compute clock (float64).  ``pages``: frames taken (int64).  ``loads``: seconds
+    on the link (float64).
+    """
+
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
+    pages: NDArray[np.int64]
+    loads: NDArray[np.float64]
+
+
+def uses_of(
+    starts: NDArray[np.float64],
+    ends: NDArray[np.float64],
+    num_bytes: NDArray[np.int64],
+    page_bytes: int,
+    costs: Costs,
+) -> Uses:
+    """Uses from when units are in use and what they hold (int64 bytes)."""
+    loads = costs.latency_seconds + num_bytes / costs.bytes_per_second
+    return Uses(starts, ends, -(-num_bytes // page_bytes), loads)
 
 
 def load_seconds(num_bytes: int, costs: Costs) -> float:
@@ -44,86 +69,110 @@ def simulate(
         trace: the pass; its clock says when each unit is entered and left, and ``between`` passes from pass to pass.
         units: what is streamed, as in a `Plan`.
         window_bytes, page_bytes: the circular window and its pages.
-        costs: the link carries one load at a time, each for ``latency + bytes / rate``.
+        costs: the link carries one load at a time, each for ``latency + bytes / rate``; compute may use it ``seen``
+            seconds later.
         lookahead: units that may be issued ahead of the one in use; 0: at its entry; None: all that fit.
         wrap: whether units of the next pass may be issued before this one has ended.
     """
-    uses = [
-        Use(
-            trace.calls[unit.first].start,
-            trace.calls[closing_call(trace, unit)].end,
-            num_pages(unit.num_bytes, page_bytes),
-            load_seconds(unit.num_bytes, costs),
-        )
-        for unit in units
-    ]
-    return play(uses, window_bytes // page_bytes, trace.seconds, trace.between, lookahead, wrap)
-
-
-class _Link:
-    """The link and the window: which units have been issued, when each has arrived, and where the cursors stand."""
-
-    __slots__ = ("busy_until", "head", "issued", "num_frames", "positions", "ready", "released", "tail", "uses")
-
-    def __init__(self, uses: Sequence[Use], num_frames: int) -> None:
-        self.uses = uses
-        self.num_frames = num_frames
-        self.head = self.tail = 0
-        self.issued = self.released = 0
-        self.busy_until = 0.0
-        self.positions: list[int] = []
-        self.ready: list[float] = []
-
-    def issue(self, limit: int, now: float) -> None:
-        """Issue units up to the ``limit``-th, counted over all passes, while the window has room."""
-        head, size, uses = self.head, self.num_frames, self.uses
-        while self.issued < limit:
-            use = uses[self.issued % len(uses)]
-            position = head
-            rest = size - position % size
-            if rest < use.pages:
-                position += rest
-            if self.issued == self.released:
-                self.tail = position
-            elif position + use.pages - self.tail > size:
-                break
-            head = position + use.pages
-            self.busy_until = max(now, self.busy_until) + use.load_seconds
-            self.positions.append(position)
-            self.ready.append(self.busy_until)
-            self.issued += 1
-        self.head = head
-
-    def release(self) -> None:
-        """Give back the oldest unit."""
-        self.released += 1
-        self.tail = self.positions[self.released] if self.released < self.issued else self.head
+    uses = uses_of(
+        np.array([trace.calls[unit.first].start for unit in units], np.float64),
+        np.array([trace.calls[closing_call(trace, unit)].end for unit in units], np.float64),
+        np.array([unit.num_bytes for unit in units], np.int64),
+        page_bytes,
+        costs,
+    )
+    frames = window_bytes // page_bytes
+    return play(uses, frames, trace.seconds, trace.between, costs.seen_seconds, lookahead, wrap)
 
 
 def play(
-    uses: Sequence[Use], num_frames: int, seconds: float, between: float, lookahead: int | None, wrap: bool
+    uses: Uses,
+    num_frames: int,
+    seconds: float,
+    between: float,
+    seen_seconds: float,
+    lookahead: int | None,
+    wrap: bool,
 ) -> float:
-    """Seconds of the last of a few passes over ``uses``; the arguments are those of `simulate`."""
-    if not uses:
+    """Seconds of a steady pass over ``uses``; the other arguments are those of `simulate`.
+
+    Where runs skip the window's end at another place in each pass, passes differ: then it is the mean of the last few.
+    """
+    count = len(uses.pages)
+    if count == 0:
         return seconds
-    if max(use.pages for use in uses) > num_frames:
-        raise AssertionError(f"a unit of {max(use.pages for use in uses)} pages in a window of {num_frames}")
-    link, count = _Link(uses, num_frames), len(uses)
-    ahead = count * PASSES if lookahead is None else lookahead
-    begin = lasted = 0.0
+    largest = int(uses.pages.max())
+    if largest > num_frames:
+        raise AssertionError(f"a unit of {largest} pages in a window of {num_frames}")
+    ahead = count - 1 if lookahead is None else min(lookahead, count - 1)
+    return compiled()(*uses, num_frames, seconds, between, seen_seconds, ahead, wrap)
+
+
+def play_plainly(
+    starts: NDArray[np.float64],
+    ends: NDArray[np.float64],
+    pages: NDArray[np.int64],
+    loads: NDArray[np.float64],
+    num_frames: int,
+    seconds: float,
+    between: float,
+    seen_seconds: float,
+    ahead: int,
+    wrap: bool,
+) -> float:
+    """The player as plain Python: the meaning of the compiled one.  ``ahead`` units are issued before the one in use.
+
+    Counters and positions in the window are absolute: they go on from pass to pass, as those of `Window` do.
+    """
+    count, total = starts.shape[0], starts.shape[0] * PASSES
+    positions = np.zeros(total, np.int64)
+    ready = np.zeros(total, np.float64)
+    durations = np.zeros(PASSES, np.float64)
+    head = tail = issued = index = 0
+    busy_until = begin = 0.0
     for number in range(PASSES):
-        waited, index = begin, number * count
-        horizon = count * PASSES if wrap else index + count
-        link.issue(min(index + ahead, horizon), begin)
-        for use in uses:
-            entry = waited + use.start
-            # The unit that is needed now is always allowed, and always fits: all before it have been released.
-            if lookahead is not None or link.issued == index:
-                link.issue(min(index + 1 + ahead, horizon), entry)
-            waited += max(0.0, link.ready[index] - entry)
-            link.release()
-            index += 1
-            link.issue(min(index + ahead, horizon), waited + use.end)
-        lasted = waited + seconds - begin
-        begin += lasted + between
-    return lasted
+        waited = begin
+        horizon = total if wrap else (number + 1) * count
+        for unit in range(count):
+            # Twice: at the unit's entry, when it is sure to fit, for all before it were released; then at its exit.
+            for leaving in range(2):
+                now = waited + (ends[unit] if leaving else starts[unit])
+                limit = min(index + 1 - leaving + ahead, horizon)
+                while issued < limit:
+                    need = pages[issued % count]
+                    position = head
+                    rest = num_frames - position % num_frames
+                    if rest < need:  # runs are contiguous: this one skips the window's end
+                        position += rest
+                    if issued == index:  # nothing is in the window
+                        tail = position
+                    elif position + need - tail > num_frames:
+                        break
+                    head = position + need
+                    busy_until = max(now, busy_until) + loads[issued % count]
+                    positions[issued] = position
+                    ready[issued] = busy_until + seen_seconds
+                    issued += 1
+                if not leaving:
+                    waited += max(0.0, ready[index] - now)
+                    index += 1
+                    tail = positions[index] if index < issued else head
+        durations[number] = waited + seconds - begin
+        begin += durations[number] + between
+        if number > 1 and abs(durations[number] - durations[number - 1]) <= SETTLED * durations[number]:
+            return float(durations[number])
+    return float(durations[PASSES // 2 :].mean())
+
+
+@lru_cache(maxsize=1)
+def compiled() -> Callable[..., float]:
+    """The player as native code, cached on disk where the cache can be written."""
+    import numba
+
+    f64, i64, number = numba.float64[::1], numba.int64[::1], numba.float64
+    signature = number(f64, f64, i64, f64, numba.int64, number, number, number, numba.int64, numba.boolean)
+    try:
+        native = numba.njit(signature, cache=True, nogil=True)(play_plainly)
+    except (RuntimeError, OSError):  # no writable place for the cache: compile for this process only
+        native = numba.njit(signature, nogil=True)(play_plainly)
+    return native

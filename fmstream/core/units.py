@@ -17,6 +17,9 @@ SMALL_SHARE = 0.05
 ATOMIC_SHARE = 0.25
 """Share of the memory up to which a call and the calls inside it are streamed as one."""
 
+OUTER_SHARE = 1 / 32
+"""What a call binds itself is little if it is at most this share of what it and the calls inside it bind."""
+
 
 class Group(NamedTuple):
     """A run of calls that arrives as a whole: streamed parameters in order of use, and when they are in use.
@@ -55,7 +58,8 @@ def cut(trace: Trace, limits: Limits) -> Cut:
     """Cut a trace into groups.
 
     Small and pinned parameters are resident.  A call with calls inside is one group with them if their parameters
-    fit a quarter of the memory; else what it binds itself is resident and its inner calls are cut on their own.
+    fit a quarter of the memory.  Else, or where it binds little itself beside them (a block with a table of its own),
+    that is resident and its inner calls are cut on their own.
 
     Raises:
         MemoryBudgetError: the residents and the largest group do not fit, even with no small tensor resident.
@@ -76,9 +80,10 @@ def cut(trace: Trace, limits: Limits) -> Cut:
 def _cut(trace: Trace, limits: Limits, resident: frozenset[int]) -> Cut:
     last_inside = _last_inside(trace)
     kept = set(resident)
+    most_kept = sum(trace.sizes[p] for p in resident) + int(SMALL_SHARE * limits.memory_bytes)
     while True:
         before = len(kept)
-        groups = _walk(trace, last_inside, kept, int(ATOMIC_SHARE * limits.memory_bytes))
+        groups = _walk(trace, last_inside, kept, int(ATOMIC_SHARE * limits.memory_bytes), most_kept)
         if len(kept) == before:  # no parameter of a group already made was kept later on
             return Cut(groups, frozenset(kept))
 
@@ -93,9 +98,13 @@ def _last_inside(trace: Trace) -> list[int]:
     return last
 
 
-def _walk(trace: Trace, last_inside: Sequence[int], kept: set[int], atomic_bytes: int) -> list[Group]:
-    """One walk over the calls; adds to ``kept`` what an outer call binds and cannot stream with its inner calls."""
+def _walk(trace: Trace, last_inside: Sequence[int], kept: set[int], atomic_bytes: int, most_kept: int) -> list[Group]:
+    """One walk over the calls; adds to ``kept`` what an outer call binds and does not stream with its inner calls.
+
+    What is little is kept for as long as no more than ``most_kept`` bytes are.
+    """
     calls, sizes = trace.calls, trace.sizes
+    kept_bytes = sum(sizes[p] for p in kept)
     groups = []
     index = 0
     while index < len(calls):
@@ -103,8 +112,11 @@ def _walk(trace: Trace, last_inside: Sequence[int], kept: set[int], atomic_bytes
         own = dict.fromkeys(p for p in call.params if p not in kept)
         if own and last > index:
             inside = dict.fromkeys(p for c in calls[index : last + 1] for p in c.params if p not in kept)
-            if sum(sizes[p] for p in inside) > atomic_bytes:
+            num_bytes, own_bytes = sum(sizes[p] for p in inside), sum(sizes[p] for p in own)
+            is_little = own_bytes <= OUTER_SHARE * num_bytes and kept_bytes + own_bytes <= most_kept
+            if num_bytes > atomic_bytes or is_little:
                 kept.update(own)
+                kept_bytes += own_bytes
                 index += 1
                 continue
             own = inside
@@ -151,6 +163,13 @@ def merge(groups: Sequence[Group], target_bytes: int, sizes: Sequence[int]) -> l
         merged.append(Group(head.first, tail.last, params, num_bytes, head.start, tail.end))
         first = last + 1
     return merged
+
+
+def join(groups: Sequence[Group], sizes: Sequence[int]) -> Group:
+    """Consecutive groups as one; a parameter counts once."""
+    params = tuple(dict.fromkeys(param for group in groups for param in group.params))
+    head, tail = groups[0], groups[-1]
+    return Group(head.first, tail.last, params, sum(sizes[p] for p in params), head.start, tail.end)
 
 
 def as_units(groups: Iterable[Group]) -> tuple[Unit, ...]:
