@@ -95,11 +95,14 @@ class StreamConfig:
         policy: what is resident and what is loaded when; one of `fmstream.policies`.
         memory: fast memory for weights: bytes, "6GiB", "512MB", "50%" (of the weights), "auto" (half of the host
             memory that is free), or None (no limit).
-        device: where to compute; this version knows "cpu", which is also the default.
+        device: where to compute: "cpu", "cuda", "cuda:1", or another device with streams; None is the CUDA card where
+            there is one.
         prefetch_window: units staged ahead of the compute actor, at least 1; "auto" lets the planner choose.
         unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
         staging: host memory through which files are read.
         num_workers: prefetch threads; while one copies out of its staging, the others keep the disk busy.
+        pinned: host memory that may be pinned for an accelerator: bytes, "16GiB", 0 (none: all copies go through
+            staging), or "auto" (70 % of the host's memory).
         spill_dir: folder for weights that have no file and should not stay in RAM; None keeps them in RAM.
         progress: whether to show the progress of a run on the terminal.
 
@@ -114,6 +117,7 @@ class StreamConfig:
     unit: int | str = "auto"
     staging: int | str = "8MiB"
     num_workers: int = 3
+    pinned: int | str = "auto"
     spill_dir: str | os.PathLike[str] | None = None
     progress: bool = False
 
@@ -125,6 +129,8 @@ class StreamConfig:
         _check_window(self.prefetch_window)
         if self.unit != "auto":
             parse_size(self.unit, name="unit")
+        if self.pinned not in ("auto", 0):
+            parse_size(self.pinned, name="pinned")
         if not _is_int(self.num_workers) or not 1 <= self.num_workers <= MAX_WORKERS:
             raise ConfigError(f"num_workers={self.num_workers!r} is no int from 1 to {MAX_WORKERS}: 3 is the default")
         if self.staging_bytes < MIN_STAGING_BYTES * self.num_workers:

@@ -143,7 +143,7 @@ def test_a_read_that_was_left_behind_never_writes_into_memory_of_a_later_run(
             twin.check_call()
         executor = second._session._executor
         assert executor is not None
-        executor._collect(lambda: not executor._pending)
+        executor.loads.settle()
         slab = executor.slab
         assert slab is not None
         start, nbytes = held.place

@@ -33,10 +33,12 @@ def test_help_has_examples(capsys, arguments):
     text = capsys.readouterr().out
     for part in (
         "usage: fmstream",
+        "run ",
         "report ",
         "policies ",
         "--version",
         "examples:",
+        "fmstream run --memory 6GiB generate.py",
         "fmstream report report.json --png",
     ):
         assert part in text
@@ -96,7 +98,18 @@ def test_png_that_cannot_be_written_is_status_2(capsys, saved, tmp_path):
     assert "out.png" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["report"], ["nonsense"], ["report", "x", "--nonsense"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report"],
+        ["nonsense"],
+        ["report", "x", "--nonsense"],
+        ["run"],
+        ["run", "--memory"],
+        ["run", "--memory", "1GiB"],
+        ["run", "--mem", "1GiB", "script.py"],
+    ],
+)
 def test_wrong_usage_is_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
@@ -124,6 +137,16 @@ def test_module_runs_and_imports_no_torch(saved):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-2:] == ["status 0", "False"]
     assert result.stderr == ""
+
+
+def test_help_of_run_names_every_option(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("usage: fmstream run [options] SCRIPT", "--memory", "--policy", "--device", "--config", "--progress"):
+        assert part in text
+    assert "--report FILE" in text
 
 
 def test_reader_that_stops_early_is_no_error(saved):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -400,3 +402,22 @@ def test_evaluation_between_a_forward_in_training_and_its_backward() -> None:
                 output.square().sum().backward()
             for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
                 same(ours.grad, theirs.grad)
+
+
+def test_a_graph_that_is_dropped_is_freed_at_once() -> None:
+    module = mlp(6, 32)
+    with streamed(module):
+        for _ in range(3):
+            module(noise(2, 32)).sum().backward()
+        gc.collect()
+        gc.disable()
+        try:
+            output = module(noise(2, 32))
+            kept = noise(1)
+            alive = weakref.ref(kept)
+            assert output.grad_fn is not None
+            output.grad_fn.metadata["kept by the node"] = kept
+            del kept, output
+            assert alive() is None
+        finally:
+            gc.enable()

@@ -16,7 +16,7 @@ LAYERS = [
     {"config"},
     {"core"},
     {"policies"},
-    {"device"},
+    {"device", "emulator"},
     {"actors"},
     {"payloads", "report"},
     {"doors", "cli", "__init__", "__main__"},
@@ -78,6 +78,16 @@ def offences(module: str, source: str) -> list[str]:
 def test_imports_go_down(module: str) -> None:
     assert room_of(module) in RANKS, f"give {module} a place in LAYERS"
     assert offences(module, MODULES[module].read_text(encoding="utf-8")) == []
+
+
+def test_only_the_dry_run_of_a_plan_knows_the_emulator() -> None:
+    users = {
+        module
+        for module, path in MODULES.items()
+        if room_of(module) != "emulator"
+        and any(room_of(name) == "emulator" for name, _ in imports_of(module, path.read_text(encoding="utf-8")))
+    }
+    assert users <= {"fmstream.doors.dry_run"}
 
 
 @pytest.mark.parametrize(

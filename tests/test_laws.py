@@ -176,7 +176,7 @@ def hidden_masters(handle: fmstream.Stream) -> Iterator[None]:
     executor = handle._session._executor
     assert executor is not None
     executor.settle()
-    executor._requests.clear()  # they know the addresses
+    executor.loads.homes_changed()  # they know the addresses
     masters = [master for master in masters_of(handle) if master.span]
     kept = [(master.home, ctypes.string_at(master.home.address, master.span)) for master in masters]
     for master, (home, content) in zip(masters, kept, strict=True):
@@ -189,7 +189,7 @@ def hidden_masters(handle: fmstream.Stream) -> Iterator[None]:
         for master, (home, content) in zip(masters, kept, strict=True):
             ctypes.memmove(home.address, content, master.span)
             master.home = home
-        executor._requests.clear()
+        executor.loads.homes_changed()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

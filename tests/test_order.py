@@ -17,6 +17,7 @@ import fmstream
 from fmstream.actors import compute
 from fmstream.actors.chunks import Piece
 from fmstream.actors.compute import Executor
+from fmstream.actors.loads import Loads
 from fmstream.actors.prefetch import Request
 from fmstream.actors.runs import Loaded
 from fmstream.core.pages import PageError
@@ -208,7 +209,7 @@ def outputs_are_right(fraction: float = 0.4, **options: Any) -> bool:
         return all(torch.equal(output, twin(X)) for output in outputs)
 
 
-def without_waiting(_executor: Executor, _loaded: Loaded) -> None:
+def without_waiting(_loads: Loads, _loaded: Loaded) -> None:
     """Take a run for loaded as soon as it is asked for."""
 
 
@@ -235,7 +236,7 @@ def test_the_right_order_passes_the_test_of_the_fences(mode: str, monkeypatch: p
 @pytest.mark.parametrize("mode", ["late", "newest"])
 def test_a_missing_wait_is_noticed_by_the_page_table(mode: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order_reads(monkeypatch, mode)
-    monkeypatch.setattr(Executor, "_wait", without_waiting)
+    monkeypatch.setattr(Loads, "arrive", without_waiting)
     with pytest.raises(PageError, match="is loading"):
         outputs_are_right(policy=policy)
 
@@ -244,7 +245,7 @@ def test_a_missing_wait_is_noticed_by_the_page_table(mode: str, policy: str, mon
 @pytest.mark.parametrize("mode", ["late", "newest"])
 def test_a_missing_wait_changes_the_output(mode: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order_reads(monkeypatch, mode)
-    monkeypatch.setattr(Executor, "_wait", without_waiting)
+    monkeypatch.setattr(Loads, "arrive", without_waiting)
     monkeypatch.setattr(compute, "PageTable", Blind)
     assert not outputs_are_right(policy=policy)
 

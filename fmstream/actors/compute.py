@@ -6,62 +6,45 @@ parameter ids; what a parameter is, is the payload's affair.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fmstream.actors.prefetch import CANCELLED, PrefetchActor, Request
+from fmstream.actors.loads import Loads
 from fmstream.actors.runs import Loaded, Payload, Run
 from fmstream.core.arena import Arena, Window, num_pages, pack
 from fmstream.core.pages import PageTable
 from fmstream.core.plan import Plan
-from fmstream.core.ring import Record
-from fmstream.core.telemetry import Span, Telemetry
-from fmstream.device.device import Device, Part, Slab
-from fmstream.errors import CancelledRun, MemoryBudgetError, StreamError
-
-POLL_SECONDS = 0.1
-"""Longest sleep in a wait before cancellation is looked at again."""
-MAX_RECORDS = 64
-"""Completions taken at once."""
-MAX_REQUESTS = 8192
-"""Prepared requests that are remembered."""
-GRACE_SECONDS = 0.5
-"""How long reads under way may take to end before their memory is orphaned."""
+from fmstream.core.telemetry import Telemetry
+from fmstream.device.device import Device, Slab
+from fmstream.errors import MemoryBudgetError
 
 
 class Executor:
     """Window, residents and demand loads over one slab of fast memory.
 
-    Not thread-safe: the payload's lock admits one pass at a time.  Every wait is bounded by ``POLL_SECONDS`` between
-    looks at ``stop_reason``.
+    Not thread-safe: the payload's lock admits one pass at a time.
     """
 
     def __init__(
         self,
         payload: Payload,
         device: Device,
-        prefetch: PrefetchActor,
+        loads: Loads,
         telemetry: Telemetry,
         memory_bytes: int,
         page_bytes: int,
     ) -> None:
         self.payload = payload
         self.device = device
-        self.prefetch = prefetch
+        self.loads = loads
         self.telemetry = telemetry
         self.page_bytes = page_bytes
         self.arena = Arena(memory_bytes, page_bytes)
         self.num_frames = self.arena.num_frames
         self.plan: Plan | None = None
         self.slab: Slab | None = None
-        self.stop_reason: BaseException | None = None
-        self.waited = 0.0
         self.streamed_bytes = 0
-        self._ticket = 0
-        self._pending: dict[int, Loaded] = {}
-        self._failed: dict[int, BaseException] = {}
         self._units: list[Run] = []
         self._next = 0
         self._forget()
@@ -69,20 +52,34 @@ class Executor:
     def _forget(self) -> None:
         """An empty slab: no plan, nothing loaded."""
         self.plan = None
-        self.pages = PageTable(self.num_frames, self.num_frames)
+        self._use_pages(PageTable(self.num_frames, self.num_frames))
         self.arena = Arena(self.arena.num_bytes, self.page_bytes)
         self.window: Window | None = None
         self.residents: Loaded | None = None
         self.current: Loaded | None = None
         self._units = []
         self._repeated: frozenset[int] = frozenset()
-        self._requests: dict[tuple[int, int], tuple[Run, Request]] = {}
         self._first_demand_page = 0
         self._ahead: deque[Loaded] = deque()
         self._demanded: list[Loaded] = []
         self._held: list[Loaded] = []
 
+    def _use_pages(self, pages: PageTable) -> None:
+        self.pages = pages
+        self.loads.begin(pages)
+
     # Plans
+
+    def resize(self, num_bytes: int) -> None:
+        """Take another amount of fast memory, in whole pages; what is loaded is dropped."""
+        if num_bytes // self.page_bytes == self.num_frames:
+            return
+        self.drop_ahead()
+        self._release_all()
+        self.slab = None
+        self.arena = Arena(num_bytes, self.page_bytes)
+        self.num_frames = self.arena.num_frames
+        self._forget()
 
     def activate(self, plan: Plan | None) -> None:
         """Put ``plan`` in force (None: everything on demand): drop what is loaded, bring its residents."""
@@ -108,18 +105,19 @@ class Executor:
         uses = Counter(param for unit in plan.units for param in unit.params)
         self._repeated = frozenset(param for param, count in uses.items() if count > 1)
         self._first_demand_page = page
-        self.pages = PageTable(page + self.num_frames, self.num_frames)
+        self._use_pages(PageTable(page + self.num_frames, self.num_frames))
         if plan.window_bytes:
             self.window = self.arena.split(plan.window_bytes)
         self._next = 0
         if resident_run:
             self.residents = self._submit(resident_run, 0, slab)
-            self._wait(self.residents)
+            self.loads.arrive(self.residents)
         self.plan = plan
 
     def bind_residents(self) -> None:
         """Show the residents, at the start of a pass."""
         if self.residents is not None:
+            self.loads.arrive(self.residents)
             self._bind(self.residents)
 
     # Streamed units
@@ -137,7 +135,7 @@ class Executor:
         self.current = loaded
         if self.plan is not None and self.plan.lookahead != 0:
             self._top_up()
-        self._wait(loaded)
+        self.loads.arrive(loaded)
         self._bind(loaded)
 
     def retire(self) -> None:
@@ -211,18 +209,17 @@ class Executor:
             self.window.reset()
 
     def settle(self) -> None:
-        """Wait until nothing is on its way."""
-        self._collect(lambda: not self._pending)
+        """Wait until nothing is on its way, and no master is being read."""
+        self.loads.settle()
 
     def refresh(self, param: int) -> None:
         """The master of ``param`` changed: bring the change to every copy in fast memory."""
-        self._requests.clear()  # its home may be another one
+        self.loads.homes_changed()
         for loaded in self._everything():
             run = loaded.run
             if param in run.params:
-                if loaded.ticket in self._pending:
-                    self._collect(lambda loaded=loaded: loaded.ticket not in self._pending)  # type: ignore[misc]
-                self.payload.rewrite(param, loaded.part.address + run.offsets[run.params.index(param)])
+                self.loads.land(loaded)
+                self.payload.rewrite(param, loaded.part, run.offsets[run.params.index(param)])
 
     # Demand loads
 
@@ -236,7 +233,7 @@ class Executor:
         run = Run(name, tuple(params), offsets, num_bytes, self._first_demand_page + frame, count)
         loaded = self._submit(run, frame, self._slab())
         self._demanded.append(loaded)
-        self._wait(loaded)
+        self.loads.arrive(loaded)
         self._bind(loaded)
         return loaded
 
@@ -308,9 +305,9 @@ class Executor:
                     self.payload.unbind(loaded.run.params, loaded.run.offsets, loaded.part)
         finally:
             try:
-                self._cancel(list(self._pending))
+                self._cancel(list(self.loads.pending))
             finally:
-                self._pending.clear()
+                self.loads.pending.clear()
                 if not all(self._is_left(loaded) for loaded in loaded_runs):
                     self.slab = None
                 self._forget()
@@ -328,7 +325,7 @@ class Executor:
 
     def _release_all(self) -> None:
         for loaded in self._everything():
-            if loaded.ticket not in self._pending:
+            if loaded.ticket not in self.loads.pending:
                 self._give_back(loaded)
 
     def _orphan(self) -> None:
@@ -344,11 +341,16 @@ class Executor:
 
     def close(self) -> None:
         """Stop what is on its way and drop the slab.  Idempotent."""
-        self._cancel(list(self._pending))
+        self._cancel(list(self.loads.pending))
+        self.loads.close()
         self._forget()
         self.slab = None
 
     # Loads
+
+    def take_memory(self) -> Slab:
+        """Allocate the slab now rather than with the first load."""
+        return self._slab()
 
     def _slab(self) -> Slab:
         if self.slab is None:
@@ -356,109 +358,21 @@ class Executor:
         return self.slab
 
     def _submit(self, run: Run, frame: int, slab: Slab) -> Loaded:
-        self.pages.load(run.start, run.count, frame)
-        self._ticket += 1
-        part = slab.part(self.arena.offset_of(frame), run.count * self.page_bytes)
-        loaded = Loaded(run, frame, self._ticket, part)
-        # Pending from here on: should this be interrupted, the pass is aborted, and that waits for or abandons it.
-        self._pending[loaded.ticket] = loaded
-        self.prefetch.submit(loaded.ticket, self._request(run, part), slab, run.name)
+        loaded = self.loads.issue(run, frame, slab, self.arena.offset_of(frame), run.count * self.page_bytes)
         self.streamed_bytes += run.num_bytes
         return loaded
 
-    def _request(self, run: Run, part: Part) -> Request:
-        """The copies that bring a run to a part; runs come to the same places again and again."""
-        known = self._requests.get((run.start, part.address))
-        if known is not None and known[0] is run:
-            return known[1]
-        request = self.prefetch.prepare(
-            [
-                piece
-                for param, offset in zip(run.params, run.offsets, strict=True)
-                for piece in self.payload.pieces(param, part.address + offset)
-            ]
-        )
-        if len(self._requests) >= MAX_REQUESTS:
-            self._requests.clear()
-        self._requests[run.start, part.address] = (run, request)
-        return request
-
-    def _wait(self, loaded: Loaded) -> None:
-        self.check_stop()
-        self._collect_ready()
-        if loaded.ticket in self._pending:
-            began = time.perf_counter()
-            try:
-                self._collect(lambda: loaded.ticket not in self._pending)
-            finally:
-                ended = time.perf_counter()
-                self.waited += ended - began
-                self.telemetry.spans.append(Span("wait", loaded.run.name, began, ended, loaded.run.num_bytes))
-        error = self._failed.pop(loaded.ticket, None)
-        if error is not None:
-            raise StreamError(f"loading {loaded.run.name} failed: {error}") from error
-
-    def check_stop(self) -> None:
-        """Raise what stopped the run, if something did."""
-        if self.stop_reason is not None:
-            if isinstance(self.stop_reason, CancelledRun):
-                raise self.stop_reason
-            raise StreamError(f"the run was stopped: {self.stop_reason}") from self.stop_reason
-
-    def _collect(self, enough: Callable[[], bool], until: float | None = None) -> None:
-        """Take completions until ``enough()``, bounded by ``until`` (``time.perf_counter()``) where given."""
-        while not enough():
-            if until is None:
-                self.check_stop()
-            elif time.perf_counter() > until:
-                return
-            record = self.prefetch.completions.pop(POLL_SECONDS)
-            if record is not None:
-                self._complete(record)
-            elif self.prefetch.failure is not None:
-                raise StreamError(f"a prefetch worker died: {self.prefetch.failure}") from self.prefetch.failure
-
-    def _collect_ready(self) -> None:
-        """Take the completions that are there."""
-        for record in self.prefetch.completions.pop_many(MAX_RECORDS):
-            self._complete(record)
-
-    def _complete(self, record: Record) -> None:
-        loaded = self._pending.pop(record.sequence, None)
-        if loaded is None:
-            return
-        run = loaded.run
-        error = self.prefetch.error(record.sequence)
-        if error is not None:
-            self._failed[record.sequence] = error
-            self.pages.cancel(run.start, run.count)
-        elif record.op == CANCELLED:
-            self.pages.cancel(run.start, run.count)
-        else:
-            self.pages.ready(run.start, run.count)
-
     def _cancel(self, tickets: list[int]) -> None:
-        """Stop loads; where a read is blocked, leave the slab and its workers to it."""
-        if not tickets:
-            return
-        self.prefetch.cancel(tickets)
-        self._collect(lambda: not any(t in self._pending for t in tickets), time.perf_counter() + GRACE_SECONDS)
-        for ticket in tickets:
-            self._failed.pop(ticket, None)
-        if any(t in self._pending for t in tickets):
-            self.prefetch.abandon()
-            for loaded in self._pending.values():
-                self.pages.cancel(loaded.run.start, loaded.run.count)
-            self._pending.clear()
+        """Stop loads; where a read is blocked, leave the slab to it."""
+        if not self.loads.cancel(tickets):
             self.slab = None
             self.plan = None
 
     def _drop(self, loaded: Loaded, *, newest: bool) -> None:
         """Give back a run that was issued and never used: the newest one, or the oldest."""
         self.telemetry.wasted_bytes += loaded.run.num_bytes
-        if loaded.ticket in self._pending:
-            self._cancel([loaded.ticket])
-        self._failed.pop(loaded.ticket, None)
+        self._cancel([loaded.ticket])
+        self.loads.forget(loaded)
         if newest and self.window is not None and loaded.position is not None:
             self.window.cancel_newest(loaded.position)
             loaded.position = None
@@ -468,6 +382,7 @@ class Executor:
         run = loaded.run
         if self.pages.frame[run.start] == loaded.frame:
             self.pages.evict(run.start, run.count)
+        self.loads.released(loaded)
         if loaded.position is not None and self.window is not None:
             self.window.release(loaded.position)
 
@@ -476,7 +391,7 @@ class Executor:
     def _bind(self, loaded: Loaded) -> None:
         run, part, bind = loaded.run, loaded.part, self.payload.bind
         self.pages.pin(run.start, run.count)
-        loaded.bound = True
+        loaded.bound = loaded.used = True
         for param, offset in zip(run.params, run.offsets, strict=True):
             bind(param, part, offset)
 
@@ -508,4 +423,4 @@ class Executor:
 
     def statistics(self) -> dict[str, Any]:
         """Frames by state and loads on their way, for checks."""
-        return {"pages": self.pages.counts(), "pending": len(self._pending), "loaded": self.num_loaded}
+        return {"pages": self.pages.counts(), "pending": len(self.loads.pending), "loaded": self.num_loaded}

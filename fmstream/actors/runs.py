@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fmstream.actors.chunks import Piece
+from fmstream.device.accelerator import DeviceSlab, Mark
 from fmstream.device.device import Part
 
 
@@ -26,8 +27,8 @@ class Payload(Protocol):
     def unbind(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
         """Show the stand-ins again; ``part`` and ``offsets`` are what they were bound to."""
 
-    def rewrite(self, param: int, address: int) -> None:
-        """Copy the master's present bytes to ``address``."""
+    def rewrite(self, param: int, part: Part, offset: int) -> None:
+        """Copy the master's present bytes to ``offset`` of ``part``."""
 
     def escaped(self, params: Sequence[int]) -> None:
         """Some of these are aliased by a tensor that outlived their use."""
@@ -59,3 +60,8 @@ class Loaded:
     position: int | None = None
     """Place in the window; None for residents and demand loads."""
     bound: bool = False
+    used: bool = False
+    """Whether it has been bound."""
+    slab: DeviceSlab | None = None
+    ready: Mark | None = None
+    """Behind its copy to an accelerator; None while it was not enqueued."""

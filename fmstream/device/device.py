@@ -1,16 +1,16 @@
-"""Where weights are computed on: the only code that allocates fast memory."""
+"""Where weights are computed on: fast memory, and the clock and the order of work there."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
 from fmstream.device.memory import private_memory
-from fmstream.errors import ConfigError
 
 MAX_PARTS = 4096
 """Parts of a slab that are remembered; making one costs some microseconds."""
@@ -19,15 +19,17 @@ MAX_PARTS = 4096
 class Part:
     """A stretch of a slab as tensors that share a storage of their own.
 
-    ``address`` is that of its first byte.  Since no other part has the same storage, ``num_views()`` tells whether a
+    ``address`` is that of its first byte, ``raw`` a tensor over the same bytes with another storage, for memory that
+    the host cannot write itself.  Since no other part has the same storage, ``num_views()`` tells whether a
     tensor still looks into this very stretch, and ``was_written()`` whether one was written in place.
     """
 
-    __slots__ = ("_own", "_seen_version", "_storage", "_typed", "address", "shown", "tensor")
+    __slots__ = ("_own", "_raw", "_seen_version", "_storage", "_typed", "address", "shown", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, address: int) -> None:
+    def __init__(self, tensor: torch.Tensor, address: int, raw: torch.Tensor | None = None) -> None:
         self.tensor = tensor
         self.address = address
+        self._raw = raw
         self.shown: dict[Any, torch.Tensor] = {}
         """Views that are kept for the next use of the same place; see `keep` and `drop`."""
         self._typed: dict[torch.dtype, torch.Tensor] = {}
@@ -70,6 +72,17 @@ class Part:
         self._seen_version = version
         return True
 
+    def overwrite(self, offset: int, source: torch.Tensor) -> None:
+        """Copy bytes of host memory to ``offset``, unseen by `was_written`; returns when they are there."""
+        if self._raw is None:
+            ctypes.memmove(self.address + offset, source.data_ptr(), source.numel())
+        else:
+            self._raw[offset : offset + source.numel()].copy_(source)
+
+    def read(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Bytes at ``offset`` as a flat tensor of host memory: a view of them where they lie there."""
+        return self.tensor[offset : offset + num_bytes].to("cpu")
+
     def is_under(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this part for its storage."""
         return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
@@ -104,17 +117,20 @@ class Device(Protocol):
         """What stand-ins answer to ``.device``."""
 
     def slab(self, num_bytes: int) -> Slab:
-        """Allocate fast memory, aligned to a memory page."""
+        """Allocate fast memory, aligned to a memory page.
+
+        Raises:
+            MemoryBudgetError: there is no room.
+        """
 
 
-class CpuSlab:
-    """An anonymous mapping: pages that are never used cost nothing."""
+class PartSlab(ABC):
+    """A slab that makes each of its parts once."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        self._memory = private_memory(self.num_bytes)
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
         self._parts: dict[tuple[int, int], Part] = {}
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def part(self, offset: int, num_bytes: int) -> Part:
         """Tensors over a stretch of it; the same object for the same stretch."""
@@ -124,13 +140,29 @@ class CpuSlab:
                 self._parts.clear()
             # Never an inference tensor: it may be needed by a backward pass later.
             with torch.inference_mode(False):
-                tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=offset)
-            part = self._parts[offset, num_bytes] = Part(tensor, self.address + offset)
+                part = self._parts[offset, num_bytes] = self._make(offset, num_bytes)
         return part
 
     def parts(self) -> Iterable[Part]:
         """All parts that were made."""
         return self._parts.values()
+
+    @abstractmethod
+    def _make(self, offset: int, num_bytes: int) -> Part:
+        """A part with a storage of its own."""
+
+
+class CpuSlab(PartSlab):
+    """An anonymous mapping: pages that are never used cost nothing."""
+
+    def __init__(self, num_bytes: int) -> None:
+        num_bytes = max(num_bytes, mmap.PAGESIZE)
+        self._memory = private_memory(num_bytes)
+        super().__init__(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_bytes)
+
+    def _make(self, offset: int, num_bytes: int) -> Part:
+        tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+        return Part(tensor, self.address + offset)
 
 
 class CpuDevice:
@@ -141,14 +173,3 @@ class CpuDevice:
     def slab(self, num_bytes: int) -> Slab:
         """Allocate an arena."""
         return CpuSlab(num_bytes)
-
-
-def open_device(name: str | torch.device | None) -> Device:
-    """The device of that name; None is the CPU.  Raises `ConfigError` for one that is not supported."""
-    try:
-        device = torch.device(name or "cpu")
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is no device that torch knows; use device='cpu'") from error
-    if device.type != "cpu":
-        raise ConfigError(f"device={str(device)!r} is not supported by this version; use device='cpu'")
-    return CpuDevice()

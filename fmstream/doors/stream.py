@@ -97,7 +97,13 @@ class Stream:
     @property
     def report(self) -> Report:
         """What was measured so far."""
+        self._session.settle_times()
         return Report.from_telemetry(self.telemetry, describe_environment())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call that streams is going on."""
+        return self._session.current is None
 
     @property
     def closed(self) -> bool:

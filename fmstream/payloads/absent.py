@@ -1,9 +1,7 @@
-"""A parameter that is not resident, and one that is: two stand-ins for the tensor in ``module._parameters``.
+"""A parameter that is not in fast memory: the stand-in for the tensor in ``module._parameters``.
 
 ``Absent`` answers shape, dtype and device without touching memory.  Any operation that reads it gets the true value
-(a *fault*, counted), any operation that writes it reaches the master.  ``Bound`` is a view of fast memory; what it
-hands out beyond the forward pass (``.data``, ``.detach()``, copies) is the master's, for its own bytes will be
-overwritten.
+(a *fault*, counted), any operation that writes it reaches the master.
 """
 
 from __future__ import annotations
@@ -16,8 +14,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fmstream.payloads import saved, transforms
+from fmstream.payloads.bound import Bind, Bound, InGraph, hide, show_in_graph
+from fmstream.payloads.kinds import dress, is_dressed, joined
+from fmstream.payloads.views import follow
+
 if TYPE_CHECKING:
-    from fmstream.payloads.master import Master
+    from fmstream.payloads.master import Keeper, Master
 
 _DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -35,6 +38,12 @@ class Absent(torch.Tensor):
 
     @staticmethod
     def __new__(cls, master: Master, is_param: bool) -> Absent:
+        if cls is Absent and is_dressed(master.original):
+            cls = joined(Absent, type(master.original))
+        return cls._make(master, is_param)
+
+    @classmethod
+    def _make(cls, master: Master, is_param: bool) -> Absent:
         # Never an inference tensor: it may be the leaf of a graph later.
         with torch.inference_mode(False):
             tensor = torch.Tensor._make_wrapper_subclass(
@@ -45,14 +54,23 @@ class Absent(torch.Tensor):
                 device=master.device,
                 requires_grad=is_param and master.original.requires_grad,
             )
+        if cls is not Absent:
+            tensor.__dict__.update(master.original.__dict__)
         tensor.master = master
         tensor.stands_for_parameter = is_param
-        if is_param:
+        if is_param and isinstance(master.original, nn.Parameter):
             tensor._is_param = True
         return tensor
 
     def __init__(self, master: Master, is_param: bool) -> None:
-        super().__init__()
+        torch.Tensor.__init__(self)
+
+    # Also where it is of another class as well, which has its own.
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return _deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduce_ex(self, protocol)
 
     @classmethod
     def __torch_function__(
@@ -66,11 +84,11 @@ class Absent(torch.Tensor):
             with _DisableTorchFunction():
                 return func(*args, **kwargs)
         if func in _RAW:
-            return func(*tree_map_only(Absent, lambda a: a.master.expose(), args), **kwargs)
+            return func(*tree_map_only(Absent, lambda a: a.master.expose(func in _ARRAYS), args), **kwargs)
         if func in _AUTOGRAD:
             args, kwargs = tree_map_only(Absent, lambda a: a.master.original, (args, kwargs))
             return func(*args, **kwargs)
-        return _read(func, args, kwargs)
+        return _read(func, args, kwargs, dressed=True)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -78,108 +96,41 @@ class Absent(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DETACHES:
-            return args[0].master.loose
+            return Absent._make(args[0].master, False)  # below its class there are only bytes
         written = _written_arguments(func, args, kwargs)
         if not written:
             return _read(func, args, kwargs)
         masters = {id(a.master): a.master for a in written}
         for master in masters.values():
             master.prepare_write()
-        plain = {id(a): a.master.memory() for a in written}
+        values = {key: master.writable() for key, master in masters.items()}
+        plain = {id(a): values[id(a.master)] for a in written}
 
         def replace(a: Absent) -> torch.Tensor:
             return plain[id(a)] if id(a) in plain else a.master.fault()
 
         result = func(*tree_map_only(Absent, replace, args), **tree_map_only(Absent, replace, kwargs))
-        for master in masters.values():
-            master.written()
+        for key, master in masters.items():
+            master.take(values[key])
         back = {id(t): a for a in written for t in (plain[id(a)],)}
         return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
 
 
-class _OfMaster(torch.Tensor):
-    """What bound tensors have in common: what they hand out beyond the pass comes from the master."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    master: Master
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The master's data, as a tensor that faults: writes reach the master and this copy."""
-        return self.master.loose
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        self.master.replace(value)
-
-    def detach(self) -> torch.Tensor:
-        """The master's data, detached: a state dict taken during a pass stays true after it."""
-        return self.master.loose
-
-    def numpy(self, **kwargs: Any) -> Any:
-        """The user's parameter as an array; it is left in place from now on, for writes to an array leave no trace."""
-        self.master.leave_in_place()
-        return self.master.original.numpy(**kwargs)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Change the user's parameter; what is shown follows at the next pass."""
-        self.master.original.requires_grad_(requires_grad)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.master.deepcopy(memo, is_param=True)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.master.plain(is_param=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-class Bound(_OfMaster, nn.Parameter):
-    """A parameter while its bytes are in fast memory and no graph is built."""
-
-
-class InGraph(_OfMaster):
-    """A parameter while its bytes are in fast memory and a graph is built: its gradient goes to the user's parameter.
-
-    It shares the storage of fast memory without being a view of it, for autograd lets no view that a function returned
-    be written.  ``version`` is its count of in-place writes as it was made.
-    """
-
-    version: int
-
-
-class Bind(torch.autograd.Function):
-    """Identity from the user's parameter to its bytes in fast memory, so that gradients reach it."""
-
-    @staticmethod
-    def forward(ctx: Any, original: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what ``make`` makes; ``original`` is the leaf of the graph."""
-        ctx.set_materialize_grads(False)
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Hand the gradient to the parameter."""
-        return grads[0], None
-
-
-def make_bound(master: Master, view: torch.Tensor) -> torch.Tensor:
-    """The tensor to put into ``module._parameters`` for a view of fast memory."""
-    requires_grad = master.original.requires_grad
-    if requires_grad and torch.is_grad_enabled():
-
-        def make() -> torch.Tensor:
-            alias = torch.empty(0, dtype=view.dtype, device=view.device)
-            alias.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
-            return torch.Tensor._make_subclass(InGraph, alias)
-
-        shown = Bind.apply(master.original, make)  # type: ignore[no-untyped-call]
-        shown.master = master
-        shown.version = shown._version
-        shown._is_param = True
-        return shown  # type: ignore[no-any-return]
-    bound = torch.Tensor._make_subclass(Bound, view, requires_grad)
-    bound.master = master
-    return bound
+def restore(holder: dict[str, Any], keeper: Keeper) -> None:
+    """Replace stand-ins that the user moved to other places by what they stand for."""
+    for key, value in holder.items():
+        master = getattr(value, "master", None) if isinstance(value, Absent | Bound | InGraph) else None
+        if master is None or master.keeper is not keeper:
+            continue
+        if (
+            value is master.bound
+            or value is master.in_graph
+            or (isinstance(value, Absent) and value.stands_for_parameter)
+        ):
+            holder[key] = master.original
+        else:
+            plain = master.memory()
+            holder[key] = nn.Parameter(plain, value.requires_grad) if isinstance(value, nn.Parameter) else plain
 
 
 def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -192,33 +143,57 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, dressed: bool = False) -> Any:
     """Call ``func`` with true values; a result that is, or shares memory with, a parameter stays a faithful one."""
-    loaded: dict[int, tuple[Absent, torch.Tensor]] = {}
-
-    def load(absent: Absent) -> torch.Tensor:
-        if id(absent) not in loaded:
-            value = absent.master.fault()
-            if absent.requires_grad and torch.is_grad_enabled():
-                value = Bind.apply(absent.master.original, partial(_same, value))  # type: ignore[no-untyped-call]
-            loaded[id(absent)] = (absent, value)
-        return loaded[id(absent)][1]
-
-    args_loaded, kwargs_loaded = tree_map_only(Absent, load, (args, kwargs))
-    result = func(*args_loaded, **kwargs_loaded)
+    absents = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent)}
+    with transforms.outside():
+        values = {key: absent.master.fault() for key, absent in absents.items()}
+    result, shown = _call_with(func, args, kwargs, absents, values, dressed)
     outputs = [t for t in tree_leaves(result) if type(t) is torch.Tensor or isinstance(t, nn.Parameter)]
-    if not outputs or not loaded:
+    if not outputs or not absents:
         return result
-    same = {id(value): absent for absent, value in loaded.values()}
+    same = {id(tensor): absents[key] for key, tensor in shown.items()}
     if any(id(t) in same for t in outputs):
         return tree_map_only(torch.Tensor, lambda t: same.get(id(t), t), result)
     storages = {_storage(t) for t in outputs}
-    aliased = [(absent, value) for absent, value in loaded.values() if _storage(value) in storages]
-    if not aliased or all(absent.master.keep_alias(value) for absent, value in aliased):
+    aliased = [key for key, value in values.items() if _storage(value) in storages]
+    if not aliased:
         return result
-    exposed = {id(absent): absent.master.expose() for absent, _ in loaded.values()}
-    again, again_kwargs = tree_map_only(Absent, lambda a: exposed[id(a)], (args, kwargs))
-    return func(*again, **again_kwargs)
+    if all(absents[key].master.keep_alias(values[key], shown[key]) for key in aliased):
+        first = absents[aliased[0]].master
+        return follow(first, values[aliased[0]].data_ptr(), result) if first.keeper.is_in_pass else result
+    with transforms.outside():
+        exposed = {key: absent.master.expose(False) for key, absent in absents.items()}
+    return _call_with(func, args, kwargs, absents, exposed, dressed)[0]
+
+
+def _call_with(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    absents: dict[int, Absent],
+    values: dict[int, torch.Tensor],
+    dressed: bool,
+) -> tuple[Any, dict[int, torch.Tensor]]:
+    """Call ``func`` with values in place of stand-ins; returns its result, and what it was given for each."""
+    shown = dict(values)
+    try:
+        with transforms.outside():
+            for key, absent in absents.items():
+                in_graph = absent.requires_grad and torch.is_grad_enabled()
+                if dressed and type(absent) is not Absent:
+                    shown[key] = value = dress(values[key], absent.master.original)
+                    if in_graph:
+                        shown[key] = Bind.apply(absent.master.original, partial(_same, value))  # type: ignore[no-untyped-call]
+                elif in_graph:
+                    shown[key] = show_in_graph(absent.master, values[key])
+        with saved.faults([(absents[key].master, value) for key, value in values.items()]):
+            given = tree_map_only(Absent, lambda a: shown[id(a)], (args, kwargs))
+            return func(*given[0], **given[1]), shown
+    finally:
+        with transforms.outside():
+            for absent in absents.values():
+                hide(absent.master)
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:
@@ -312,6 +287,7 @@ _RAW = {
     torch.Tensor.__dlpack__,
     torch.Tensor.tolist,
 }
+_ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 _AUTOGRAD = {torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _tensor_property("data", "__get__"): lambda absent: absent.master.loose,
@@ -329,8 +305,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     ),
     torch.Tensor.detach: lambda absent: absent.master.loose,
     torch.Tensor.share_memory_: _share_memory,
-    torch.Tensor.__deepcopy__: _deepcopy,
-    torch.Tensor.__reduce_ex__: _reduce_ex,
 }
 _DETACHES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 _INPLACE_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"

@@ -9,15 +9,20 @@ from pathlib import Path
 import psutil
 from torch import nn
 
-from fmstream.config import StreamConfig, resolve_bytes
+from fmstream.config import StreamConfig, parse_size, resolve_bytes
 from fmstream.core.arena import MIN_PAGE_BYTES, choose_page_bytes, num_pages
 from fmstream.core.plan import Plan, Prediction
+from fmstream.device.accelerator import Accelerator
 from fmstream.errors import MemoryBudgetError
 from fmstream.payloads.sites import Survey
 from fmstream.payloads.weights import Weights
 
 AUTO_SHARE = 0.5
 """Part of the host memory that is free now which ``memory="auto"`` may take for weights on the CPU."""
+
+
+PINNED_SHARE = 0.7
+"""Part of the host memory that may be pinned, and part of the free one that weights in files may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +77,23 @@ def _deepest(found: Survey, roots: Mapping[str, nn.Module]) -> tuple[int, str]:
     return num_pages(num_bytes, page) * page + 4 * MIN_PAGE_BYTES, name
 
 
-def resolve(config: StreamConfig, totals: Totals, *, begun: bool = False) -> int:
+def resolve(
+    config: StreamConfig, totals: Totals, accelerator: Accelerator | None = None, *, begun: bool = False
+) -> int:
     """Bytes of fast memory that the options allow; once a run has ``begun`` it is never refused, but given the least.
+
+    On an accelerator "auto" is all that is free now: what a pass can make use of is found once one was seen.
 
     Raises:
         MemoryBudgetError: less than the least that works.
     """
     asked = resolve_bytes(config.memory, totals.weights_bytes)
-    memory = automatic(totals) if asked is None else asked
+    if asked is not None:
+        memory = asked
+    elif accelerator is None:
+        memory = automatic(totals)
+    else:
+        memory = max(totals.smallest_bytes, min(totals.slab_bytes, accelerator.available_bytes()))
     if begun:
         return max(memory, min(totals.smallest_bytes, totals.weights_bytes))
     if memory < totals.smallest_bytes and not totals.fits(memory):
@@ -95,6 +109,18 @@ def automatic(totals: Totals) -> int:
     """Half of the host memory that is free, at least the smallest that works."""
     share = int(available_bytes() * AUTO_SHARE)
     return min(totals.weights_bytes, max(share, totals.smallest_bytes))
+
+
+def pinned_bytes(config: StreamConfig) -> int:
+    """Bytes of host memory that may be pinned."""
+    if config.pinned != "auto":
+        return parse_size(config.pinned, name="pinned") if config.pinned else 0
+    return int(psutil.virtual_memory().total * PINNED_SHARE)
+
+
+def file_bytes_to_keep() -> int:
+    """Bytes of weights in files that may be brought to host memory for good."""
+    return int(available_bytes() * PINNED_SHARE)
 
 
 def available_bytes() -> int:

@@ -14,6 +14,9 @@ from fmstream.core.plan import ALIGNMENT
 from fmstream.device.files import Staging
 from fmstream.device.homes import FileHome, Home, MemoryHome
 from fmstream.payloads.absent import Absent
+from fmstream.payloads.bound import HOLD, InGraph, hand_over_grad, hide
+from fmstream.payloads.kinds import dress, is_dressed
+from fmstream.payloads.views import View, alias, bytes_of, same_view
 
 STAGING_BYTES = 1 << 20
 """For reads on the calling thread."""
@@ -30,6 +33,10 @@ class Keeper(Protocol):
 
     def note_exposed(self, master: Master) -> None:
         """Somebody holds an alias of the master's own memory and may write it unseen."""
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a module is being called."""
 
     def changed(self, master: Master) -> None:
         """The master's bytes changed: copies of them are stale."""
@@ -55,8 +62,8 @@ def span_bytes(tensor: torch.Tensor) -> int:
 class Master:
     """One managed parameter.
 
-    ``original`` is the user's own ``nn.Parameter``: its memory is the truth where ``home`` is a `MemoryHome`, and shows
-    the truth (a private mapping of the file) where it is a `FileHome`.
+    ``original`` is the user's own ``nn.Parameter``, or a plain tensor within one that is a wrapper. Its memory is the
+    truth where ``home`` is a `MemoryHome`, and shows it (a private mapping of the file) where that is a `FileHome`.
 
     Attributes:
         index: id in traces and plans.
@@ -66,16 +73,20 @@ class Master:
         num_bytes: bytes in fast memory, a multiple of 64.
         absent: the stand-in that modules show while the parameter is not bound.
         bound: what modules show while its bytes are in fast memory.
+        bound_version: its count of in-place writes when it was bound.
+        in_graph: what graphs are given for it, once there was one.
     """
 
     __slots__ = (
         "absent",
         "address",
         "bound",
+        "bound_version",
         "deep",
         "device",
         "dtype",
         "home",
+        "in_graph",
         "index",
         "keeper",
         "name",
@@ -89,13 +100,15 @@ class Master:
         "stride",
     )
 
-    def __init__(self, index: int, name: str, original: nn.Parameter, device: torch.device, keeper: Keeper) -> None:
+    def __init__(self, index: int, name: str, original: torch.Tensor, device: torch.device, keeper: Keeper) -> None:
         self.index = index
         self.name = name
         self.original = original
         self.device = device
         self.keeper = keeper
         self.bound: torch.Tensor | None = None
+        self.bound_version = 0
+        self.in_graph: InGraph | None = None
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.deep: list[tuple[dict[str, Any], str, Any]] = []
         self._describe()
@@ -129,21 +142,37 @@ class Master:
         """A new stand-in that is detached and no parameter."""
         return Absent(self, is_param=False)
 
+    @property
+    def is_param(self) -> bool:
+        """Whether the user's tensor is a parameter by itself."""
+        return isinstance(self.original, nn.Parameter)
+
     def watch_grad(self) -> None:
         """Hand the gradient of what is shown now to the user's parameter, should there be one."""
         bound = self.bound
         if bound is not None and bound.is_leaf and bound.requires_grad and not bound._post_accumulate_grad_hooks:
-            bound.register_post_accumulate_grad_hook(_hand_over_grad)  # type: ignore[no-untyped-call]
+            bound.register_post_accumulate_grad_hook(hand_over_grad)  # type: ignore[no-untyped-call]
 
     # Reading
 
     def memory(self) -> torch.Tensor:
         """A plain tensor over the master's own memory."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return self.original.detach()
 
     def value(self) -> torch.Tensor:
-        """The true value as a plain tensor aligned to 64 bytes; the master's own memory where that is aligned."""
+        """The true value as a plain tensor on the execution device, aligned to 64 bytes.
+
+        On the CPU it is the master's own memory where that is aligned.
+        """
+        if self.device.type == "cpu":
+            return self.host_value()
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self.host_bytes().to(self.device)
+            return flat.view(self.dtype).as_strided(self.size, self.stride)
+
+    def host_value(self) -> torch.Tensor:
+        """The true value as a plain tensor of host memory, aligned to 64 bytes."""
         if self.absent is None:
             self.take_memory()  # retired: the user's parameter may hold other memory by now
         home = self.home
@@ -153,6 +182,12 @@ class Master:
             buffer = torch.empty(self.span, dtype=torch.uint8, device="cpu")
             self.copy_to(buffer.data_ptr())
             return buffer.view(self.dtype).as_strided(self.size, self.stride)
+
+    def value_like(
+        self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], byte_offset: int
+    ) -> torch.Tensor:
+        """A view of the true value."""
+        return same_view(self.value(), self.span, dtype, size, stride, byte_offset)
 
     def copy_to(self, address: int) -> None:
         """Bring the master's bytes to a host address, on the calling thread."""
@@ -166,41 +201,62 @@ class Master:
         finally:
             staging.close()
 
+    def host_bytes(self) -> torch.Tensor:
+        """The true bytes as a flat tensor of host memory: a view of the master's own where the truth lies there."""
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(self.home, MemoryHome):
+                flat = self.memory().as_strided((self.span // self.dtype.itemsize,), (1,))
+                return flat.view(torch.uint8)
+            buffer = torch.empty(self.span, dtype=torch.uint8, device="cpu")
+            self.copy_to(buffer.data_ptr())
+            return buffer
+
     def fault(self) -> torch.Tensor:
         """The value for a read outside the plan: fast memory's while bound, else the master's, counted."""
         bound = self.bound
         if bound is not None:
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 return bound.as_strided(self.size, self.stride)
         self.keeper.count_fault(self)
         return self.value()
 
-    def keep_alias(self, value: torch.Tensor) -> bool:
-        """Whether a view of a faulted ``value`` may be handed out as it is."""
-        return self.keeper.note_alias(self, value)
+    def keep_alias(self, value: torch.Tensor, shown: torch.Tensor) -> bool:
+        """Whether a view of a faulted ``value`` may be handed out as it is; ``shown`` is what was given for it."""
+        watched = alias(shown, value) if isinstance(shown, InGraph) else value
+        return self.keeper.note_alias(self, watched)
 
     @property
     def is_held(self) -> bool:
         """Whether somebody else holds the user's parameter object, and so may write it past its stand-in."""
-        return sys.getrefcount(self.original) > 2  # this object's reference, and the call's
+        ours = 2 if self.in_graph is None else 2 + HOLD  # this object's reference, the call's, and a graph's
+        return sys.getrefcount(self.original) > ours
 
-    def expose(self) -> torch.Tensor:
-        """A plain tensor over the master's memory for somebody who may write it unseen."""
+    def expose(self, as_array: bool) -> torch.Tensor:
+        """A plain tensor over the master's memory for somebody who may write it unseen.
+
+        An array may be written at once, so that within a pass the parameter is left in place.
+        """
+        if as_array and self.keeper.is_in_pass and self.device.type == "cpu":
+            self.leave_in_place()
         self.keeper.note_exposed(self)
         return self.memory()
 
     def plain(self, is_param: bool) -> torch.Tensor:
         """The value as an ordinary tensor or parameter, as it is pickled."""
-        value = self.value()
+        value = self.host_value()
+        if is_dressed(self.original):
+            return dress(value, self.original)
         return nn.Parameter(value, self.original.requires_grad) if is_param else value
 
     def deepcopy(self, memo: dict[int, Any], is_param: bool) -> torch.Tensor:
         """An independent copy of the user's parameter (one for all stand-ins of it within one deepcopy)."""
         if not is_param:
-            return self.value().clone()
+            return dress(self.host_value().clone(), self.original)
         if id(self.original) not in memo:
             with torch.inference_mode(False), torch.no_grad():
-                clone = nn.Parameter(self.value().clone(), self.original.requires_grad)
+                value = self.host_value().clone()
+                dressed = is_dressed(self.original)
+                clone = dress(value, self.original) if dressed else nn.Parameter(value, self.original.requires_grad)
             if self.original.grad is not None:
                 clone.grad = copy.deepcopy(self.original.grad, memo)
             memo[id(self.original)] = clone
@@ -228,8 +284,34 @@ class Master:
         return MemoryHome(self.original.data_ptr(), self.span, self.memory())
 
     def prepare_write(self) -> None:
-        """Called before the master's memory is written."""
+        """Called before the master's memory is written, from where it is then brought to copies in fast memory."""
         self.to_memory()
+        bound = self.bound
+        if bound is not None and self.is_bound_written and self._differs(bound):
+            ctypes.memmove(self.original.data_ptr(), bytes_of(bound, self.span).data_ptr(), self.span)
+
+    @property
+    def is_bound_written(self) -> bool:
+        """Whether an in-place operation wrote what is bound, or what shares a part with it."""
+        return self.bound is not None and self.bound._version != self.bound_version
+
+    def may_hold_writes(self, value: torch.Tensor) -> bool:
+        """Whether a faulted value that was written may hold what the master does not."""
+        return value.data_ptr() == self.original.data_ptr() or self._differs(value)
+
+    def _differs(self, value: torch.Tensor) -> bool:
+        return not torch.equal(bytes_of(value, self.span), self.host_bytes())
+
+    def writable(self) -> torch.Tensor:
+        """The value on the execution device, to be written in place; `take` then makes it the truth."""
+        return self.memory() if self.device.type == "cpu" else self.value()
+
+    def take(self, value: torch.Tensor) -> None:
+        """What `writable` gave was written."""
+        if self.device.type != "cpu":
+            with torch.inference_mode(False), torch.no_grad():
+                self.memory().copy_(value)
+        self.written()
 
     def written(self) -> None:
         """Called after the master's memory was written."""
@@ -238,10 +320,10 @@ class Master:
         self.seen_version = self.version()
         self.keeper.changed(self)
 
-    def write_back(self, address: int) -> None:
-        """Take the bytes at ``address`` for the new truth."""
+    def write_back(self, truth: torch.Tensor) -> None:
+        """Take bytes of host memory, from the first element's to the last one's, for the new truth."""
         self.prepare_write()
-        ctypes.memmove(self.original.data_ptr(), address, self.span)
+        ctypes.memmove(self.original.data_ptr(), truth.data_ptr(), self.span)
         self.written()
 
     def replace(self, value: torch.Tensor) -> None:
@@ -265,8 +347,8 @@ class Master:
         successor.show_deep(shown, successor.absent)
         # Detached stand-ins that were handed out stand for the tensor that was there then.
         self.absent = Absent(self, is_param=False)
-        self.bound = None
-        self.original = nn.Parameter(before, requires_grad=False)
+        self._unshow()
+        self.original = nn.Parameter(before, requires_grad=False) if self.is_param else before
         if isinstance(self.home, MemoryHome):
             self.home = MemoryHome(before.data_ptr(), self.span, before)
         self.keeper.succeeded(self, successor)
@@ -281,7 +363,7 @@ class Master:
         Stand-ins that somebody holds go on with the memory, which has every edit and outlives the file's handle.
         """
         self.take_memory()
-        self.bound = None
+        self._unshow()
         self.absent = None  # type: ignore[assignment]
         self.slots, self.deep = [], []
 
@@ -292,24 +374,36 @@ class Master:
         self.original.share_memory_()  # type: ignore[no-untyped-call]
         self.address = self.original.data_ptr()
         self.home = self._memory_home()
+        hide(self)
         self.keeper.changed(self)
 
     def leave_in_place(self) -> None:
         """Show the user's own parameter at once, and no longer stream it."""
         self.to_memory()
+        if self.bound is not None and self.is_bound_written and self._differs(self.bound):
+            self.write_back(bytes_of(self.bound, self.span))
         shown = self.shown()
         for holder, key in self.slots:
             if any(holder.get(key) is tensor for tensor in shown):
                 holder[key] = self.original
         self.show_deep(shown, self.original)
         self.bound = None
+        hide(self)
         self.keeper.left_in_place(self)
+
+    def leave_view_in_place(self, view: View) -> torch.Tensor:
+        """The same view of the user's own parameter, which is left in place."""
+        if self.device.type != "cpu":
+            return torch.Tensor.detach(view)
+        offset = view.data_ptr() - view.start
+        self.leave_in_place()
+        return same_view(self.memory(), self.span, view.dtype, view.size(), view.stride(), offset)
 
     # Showing
 
     def bind(self, bound: torch.Tensor) -> None:
         """Show a view of fast memory in every slot that still shows the stand-in."""
-        self.bound = bound
+        self.bound, self.bound_version = bound, bound._version
         absent = self.absent
         for holder, key in self.slots:
             if holder.get(key) is absent:
@@ -320,7 +414,7 @@ class Master:
     def unbind(self) -> bool:
         """Show the stand-in again; False if a slot shows something else by now."""
         bound, self.bound = self.bound, None
-        absent, ours = self.absent, True
+        absent, ours, present = self.absent, True, None
         for holder, key in self.slots:
             present = holder.get(key)
             if present is bound:
@@ -329,7 +423,16 @@ class Master:
                 ours = False
         if self.deep:
             self.show_deep((bound,), absent)
+        if self.in_graph is not None:
+            bound = present = None  # `hide` asks who refers to it
+            hide(self)
         return ours
+
+    def _unshow(self) -> None:
+        """Nothing is bound any more, and graphs are given another tensor from now on."""
+        self.bound = None
+        hide(self)
+        self.in_graph = None
 
     def show_deep(self, instead_of: tuple[Any, ...], tensor: torch.Tensor) -> None:
         """Show ``tensor`` in the deep places that show one of some others."""
@@ -340,21 +443,3 @@ class Master:
                     container[key] = tensor  # type: ignore[index]
             except (LookupError, TypeError):  # the module put something else there
                 continue
-
-
-def _hand_over_grad(leaf: Any) -> None:
-    """A leaf that was shown has a gradient: it belongs to the user's parameter, and so do the user's hooks."""
-    with torch.no_grad():
-        grad, leaf.grad = leaf.grad, None
-    if grad is None:
-        return
-    original = leaf.master.original
-    for hook in (original._backward_hooks or {}).values():
-        replaced = hook(grad)
-        grad = grad if replaced is None else replaced
-    if original.grad is None or torch.is_grad_enabled():
-        original.grad = grad if original.grad is None else original.grad + grad
-    else:
-        original.grad.add_(grad)
-    for hook in (original._post_accumulate_grad_hooks or {}).values():
-        hook(original)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bisect
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fmstream.actors.compute import Executor
 from fmstream.actors.runs import Loaded
+from fmstream.actors.tape import Tape
 from fmstream.core.plan import Plan, Prediction
-from fmstream.core.telemetry import Span
 from fmstream.core.trace import Call, Trace
 from fmstream.core.units import closing_call
 from fmstream.payloads.sites import Site
+from fmstream.payloads.transforms import are_active, outside
 from fmstream.payloads.weights import Weights
 
 
@@ -31,12 +31,14 @@ class Event:
 class Route:
     """A plan, indexed by the calls of the trace that it was made from.
 
-    ``predicted`` is the plan's prediction, or a later one from newer measurements of the same plan.
+    ``memory_bytes`` is the fast memory for which the plan was made; ``predicted`` is the plan's prediction, or a later
+    one from newer measurements of the same plan.
     """
 
-    def __init__(self, trace: Trace, plan: Plan, predicted: Prediction | None = None) -> None:
+    def __init__(self, trace: Trace, plan: Plan, memory_bytes: int, predicted: Prediction | None = None) -> None:
         self.trace = trace
         self.plan = plan
+        self.memory_bytes = memory_bytes
         self.predicted = predicted or plan.predicted
         self.num_passes = 0
         self.num_refined = 0
@@ -68,7 +70,14 @@ class Pass:
     """
 
     def __init__(
-        self, weights: Weights, executor: Executor, root: Site, route: Route | None, light: bool = False
+        self,
+        weights: Weights,
+        executor: Executor,
+        root: Site,
+        route: Route | None,
+        tape: Tape,
+        *,
+        light: bool = False,
     ) -> None:
         self.light = light
         """Whether everything is resident, so that calls need not be followed."""
@@ -89,26 +98,26 @@ class Pass:
             self.ends = [-1.0] * len(route.sites)
         self._innermost = -1
         self._active: list[int] = []
+        weights.comparing = route is None and not light
         self._kept_until = -1
         self._kept: Loaded | None = None
-        self._waited_before = executor.waited
-        self.began = time.perf_counter()
-        self.seconds = 0.0
-        """Wall time, known at the end."""
-        self._mark = self.began
-
-    def clock(self) -> float:
-        """Seconds on the compute clock."""
-        return time.perf_counter() - self.began - (self.executor.waited - self._waited_before)
+        self.tape = tape
+        self._mark = self.tape.mark()
+        self._end = 0.0
+        self.compute_seconds = 0.0
+        """Time on the compute clock, once `take_times` was called."""
 
     # The calls of a site.  A token is an index on the route, or None, or what the demand load returned.
 
     def enter(self, site: Site) -> int | tuple[int, Loaded | None] | None:
         """Called before the module; makes what it binds usable."""
+        if are_active():
+            with outside():
+                return self.enter(site)
         self.weights.stack.append(site)
         executor = self.executor
-        if executor.stop_reason is not None:
-            executor.check_stop()
+        if executor.loads.stop_reason is not None:
+            executor.loads.check_stop()
         if self.on_route:
             if not site.params:
                 return None
@@ -121,24 +130,28 @@ class Pass:
                 unit = self.route.begins[index]
                 self._active.append(index)
                 if unit >= 0:
+                    self.weights.bring_aliases()
                     self._lane()
                     if self.open_unit >= 0:
                         self._retire()
                     self.open_unit = unit
                     executor.acquire(unit)
-                    self._mark = time.perf_counter()
-                self.starts[index] = self.clock()
+                    self._mark = self.tape.mark()
+                self.starts[index] = self.tape.stamp()
                 return index
         return self._record(site)
 
     def leave(self, token: int | tuple[int, Loaded | None] | None) -> None:
         """Called after the module, also when it raised."""
+        if are_active():
+            with outside():
+                return self.leave(token)
         self.weights.stack.pop()
         if token is None:
             return
         if type(token) is int:
             self._active.pop()
-            self.ends[token] = self.clock()
+            self.ends[token] = self.tape.stamp()
             if self.on_route:
                 assert self.route is not None
                 unit = self.route.closes[token]
@@ -151,7 +164,7 @@ class Pass:
         assert isinstance(token, tuple)
         index, loaded = token
         event = self.events[index]
-        event.end = self.clock()
+        event.end = self.tape.stamp()
         self._innermost = max(event.parent, -1)
         if loaded is not None:
             self._lane(event.site.name)
@@ -188,6 +201,7 @@ class Pass:
         """From here on the pass loads on demand; a unit that an active call belongs to is kept until that returns."""
         assert self.route is not None
         self.on_route = False
+        self.weights.comparing = True
         current = self.executor.current
         if current is not None and self.open_unit >= 0:
             unit = self.route.plan.units[self.open_unit]
@@ -207,33 +221,45 @@ class Pass:
         self.events.append(event)
         index = self._innermost = len(self.events) - 1
         masters = self.weights.masters
+        self.weights.bring_aliases()
         params = [p for p in site.params if masters[p].bound is None]
         loaded = None
         if params:
             self._lane()
             loaded = self.executor.demand(site.name, params)
-            self._mark = time.perf_counter()
-        event.start = self.clock()
+            self._mark = self.tape.mark()
+        event.start = self.tape.stamp()
         return index, loaded
 
     def _lane(self, name: str = "") -> None:
         """Close the stretch of computing that began at the last mark."""
-        now = time.perf_counter()
         if self.open_unit >= 0:
             name = f"unit {self.open_unit}"
-        self.executor.telemetry.spans.append(Span("compute", name or self.root.name, self._mark, now))
-        self._mark = now
+        self._mark = self.tape.lane(name or self.root.name, self._mark)
 
     # What was learnt
 
     def finish(self) -> None:
         """Close the last stretch of computing."""
         self._lane()
-        self.seconds = time.perf_counter() - self.began
+        self._end = self.tape.stamp()
+        self.tape.end()
+
+    def take_times(self) -> None:
+        """Wait until the device has reached the end of the pass, and take all times from the tape."""
+        tape = self.tape
+        tape.finish()
+        if not tape.timed:
+            return
+        self.starts, self.ends = tape.resolve(self.starts), tape.resolve(self.ends)
+        (self.compute_seconds,) = tape.resolve([self._end])
+        times = tape.resolve([stamp for event in self.events for stamp in (event.start, event.end)])
+        for event, start, end in zip(self.events, times[::2], times[1::2], strict=True):
+            event.start, event.end = start, end
 
     def trace(self, between: float) -> Trace:
         """What happened, as the planner needs it: the route with present times, or what was recorded."""
-        seconds = self.clock()
+        seconds = self.compute_seconds
         sizes = tuple(self.weights.sizes)
         if self.route is None:
             return Trace(tuple(self._recorded()), sizes, seconds, between)

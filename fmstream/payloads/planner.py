@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+from fmstream.core.auto import least_memory
 from fmstream.core.plan import Costs, Limits, Plan, Prediction
 from fmstream.core.policy import Policy
 from fmstream.core.simulate import load_seconds, simulate
@@ -36,12 +37,15 @@ class Meter:
     A pass that computes most of the time keeps few workers busy, and shows less than the link can do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Costs | None = None) -> None:
+        self.known = known
         self._rates: deque[float] = deque(maxlen=RATES)
 
     @property
     def costs(self) -> Costs:
-        """What moving weights costs."""
+        """What moving weights costs: as it was known from the start, or else as it was seen."""
+        if self.known is not None:
+            return self.known
         return Costs(max(self._rates, default=FIRST_RATE), LATENCY_SECONDS)
 
     def look(self, telemetry: Telemetry) -> tuple[float, int]:
@@ -58,19 +62,33 @@ class Meter:
 class Planner:
     """Makes routes from traces under fixed limits."""
 
-    def __init__(self, policy: Policy, limits: Limits, meter: Meter) -> None:
+    def __init__(self, policy: Policy, limits: Limits, meter: Meter, *, automatic: bool = False) -> None:
         self.policy = policy
         self.limits = limits
         self.meter = meter
+        self.automatic = automatic
+        """Whether to take no more memory than a pass can make use of."""
         self._off = 0
 
-    def make(self, trace: Trace, pinned: frozenset[int]) -> Route | None:
-        """A first route for a trace; None where no plan fits, so that passes go on loading on demand."""
+    def make(self, trace: Trace, pinned: frozenset[int], allowed: int | None = None) -> Route | None:
+        """A first route for a trace; None where no plan fits, so that passes go on loading on demand.
+
+        ``allowed`` is what activations leave of the limits' memory, if that is known to be less.
+        """
         limits = replace(self.limits, pinned=pinned & trace.params)
+        if allowed is not None and allowed < limits.memory_bytes:
+            limits = replace(limits, memory_bytes=allowed // limits.page_bytes * limits.page_bytes)
+        costs = self.meter.costs
         try:
-            return Route(trace, self.policy(trace, limits, self.meter.costs))
+            if self.automatic:
+                limits = replace(limits, memory_bytes=least_memory(trace, limits, costs, self.policy))
+            return Route(trace, self.policy(trace, limits, costs), limits.memory_bytes)
         except MemoryBudgetError:
             return None
+
+    def will_be_due(self, route: Route) -> bool:
+        """Whether the next pass on a route will call for new times, however long it takes."""
+        return route.num_refined < len(REFINE_AFTER) and route.num_passes + 1 >= REFINE_AFTER[route.num_refined]
 
     def is_due(self, route: Route, seconds: float) -> bool:
         """Whether the last pass on a route calls for new times."""
@@ -83,14 +101,15 @@ class Planner:
             return True
         return False
 
-    def improve(self, route: Route, trace: Trace, pinned: frozenset[int]) -> Route | None:
+    def improve(self, route: Route, trace: Trace, pinned: frozenset[int], allowed: int | None = None) -> Route | None:
         """The route with a prediction from newer times, or a new one where that is clearly faster."""
         predicted = self.predict(route.plan, trace)
-        better = self.make(trace, pinned)
-        if better is not None and _is_worth_it(better.plan, route.plan, predicted.seconds):
+        better = self.make(trace, pinned, allowed)
+        fits = allowed is None or route.memory_bytes <= allowed
+        if better is not None and (not fits or _is_worth_it(better, route, predicted.seconds)):
             following = better
         else:
-            following = Route(trace, route.plan, predicted)
+            following = Route(trace, route.plan, route.memory_bytes, predicted)
         following.num_passes, following.num_refined = route.num_passes, route.num_refined + 1
         return following
 
@@ -114,8 +133,13 @@ class Planner:
         return Prediction(seconds, trace.seconds, link, max(trace.seconds, link - free), regime)
 
 
-def _is_worth_it(better: Plan, present: Plan, present_seconds: float) -> bool:
+def _is_worth_it(better: Route, present: Route, present_seconds: float) -> bool:
     seconds = better.predicted.seconds
     if seconds < GAIN * present_seconds:
         return True
-    return seconds <= present_seconds / GAIN and better.streamed_bytes < FEWER_BYTES * present.streamed_bytes
+    if seconds > present_seconds / GAIN:
+        return False
+    return (
+        better.plan.streamed_bytes < FEWER_BYTES * present.plan.streamed_bytes
+        or better.memory_bytes < FEWER_BYTES * present.memory_bytes
+    )

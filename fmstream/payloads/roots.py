@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from fmstream.actors.compute import POLL_SECONDS
+from fmstream.actors.loads import POLL_SECONDS
 from fmstream.payloads.passes import Route
 from fmstream.payloads.sites import Site
 
@@ -26,6 +26,8 @@ class Root:
     latest: Any = None
     pending: Future[Route | None] | None = None
     pending_key: Any = None
+    wants_times: bool = False
+    """Whether the times of its passes are off, so that they are to be taken anew."""
     ended: float = 0.0
     between: float = 0.0
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fmstream.device.device import Slab
-from fmstream.payloads.master import Master
+if TYPE_CHECKING:
+    from fmstream.device.device import Slab
+    from fmstream.payloads.master import Master
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,38 @@ class SavedView:
                 f"parameter {self.master.name!r} needed for gradient computation has been modified by an inplace "
                 f"operation: it is at version {self.master.version()}, expected {self.version}"
             )
-        whole = self.master.value()
-        flat = whole.as_strided((self.master.span // whole.element_size(),), (1,))
-        offset = self.byte_offset // self.dtype.itemsize
-        if self.dtype == whole.dtype:
-            return flat.as_strided(self.size, self.stride, whole.storage_offset() + offset)
-        return flat.view(self.dtype).as_strided(self.size, self.stride, offset)
+        return self.master.value_like(self.dtype, self.size, self.stride, self.byte_offset)
+
+
+class _Pack:
+    """Packs tensors that ``find`` knows as `SavedView`; the others go to the hooks that were set before."""
+
+    def __init__(self, find: Callable[[torch.Tensor], SavedView | None], on_graph: Callable[[], None]) -> None:
+        self.find = find
+        self.on_graph = on_graph
+        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def __call__(self, tensor: torch.Tensor | SavedView) -> Any:
+        self.on_graph()
+        outer = self.outer
+        if not isinstance(tensor, SavedView) and tensor.layout is torch.strided and tensor.device.type != "meta":
+            tensor = self.find(tensor) or tensor
+        if outer is None:
+            # What a node packs of its own result must not refer to the node: nothing would ever free the two.
+            return tensor if isinstance(tensor, SavedView) or tensor.grad_fn is None else tensor.detach()
+        if isinstance(tensor, SavedView) and not isinstance(outer[0], _Pack):
+            tensor = tensor.load()
+        return (_OUTER, outer[0](tensor))  # type: ignore[arg-type]
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(packed, SavedView):
+            return packed.load()
+        if isinstance(packed, tuple) and packed[0] is _OUTER:
+            assert self.outer is not None
+            packed = self.outer[1](packed[1])
+        assert isinstance(packed, torch.Tensor)
+        return packed
 
 
 def hooks(
@@ -52,34 +80,49 @@ def hooks(
         bound_at: gives the parameter that is shown at an address of it.
         on_graph: called whenever a tensor is saved, that is when a graph is being built.
     """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def pack(tensor: torch.Tensor) -> Any:
-        on_graph()
-        memory = slab()
-        if (
-            memory is not None
-            and tensor.layout is torch.strided
-            and tensor.device.type != "meta"
-            and 0 <= tensor.data_ptr() - memory.address < memory.num_bytes
-        ):
-            master = bound_at(tensor.data_ptr())
-            if master is not None and master.bound is not None:
-                offset = tensor.data_ptr() - master.bound.data_ptr()
-                view = SavedView(master, tensor.dtype, tensor.shape, tensor.stride(), offset, master.version())
-                return view if outer is None else (_OUTER, outer[0](view.load()))
-        return tensor if outer is None else (_OUTER, outer[0](tensor))
+    def find(tensor: torch.Tensor) -> SavedView | None:
+        memory, address = slab(), tensor.data_ptr()
+        if memory is None or not 0 <= address - memory.address < memory.num_bytes:
+            return None
+        master = bound_at(address)
+        if master is None or master.bound is None:
+            return None
+        return _saved(tensor, master, master.bound.data_ptr())
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, SavedView):
-            return packed.load()
-        if isinstance(packed, tuple) and packed[0] is _OUTER:
-            assert outer is not None
-            packed = outer[1](packed[1])
-        assert isinstance(packed, torch.Tensor)
-        return packed
+    pack = _Pack(find, on_graph)
+    return torch.autograd.graph.saved_tensors_hooks(pack, pack.unpack)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+def faults(read: Sequence[tuple[Master, torch.Tensor]]) -> AbstractContextManager[Any]:
+    """Context that packs views of values that were read outside any plan as `SavedView`.
+
+    Args:
+        read: parameters and the values that an operation is given for them.
+    """
+    if not read or not torch.is_grad_enabled() or _are_disabled():
+        return nullcontext()
+
+    def find(tensor: torch.Tensor) -> SavedView | None:
+        address = tensor.data_ptr()
+        for master, value in read:
+            start = value.data_ptr()
+            if start <= address < start + master.span:
+                return _saved(tensor, master, start)
+        return None
+
+    pack = _Pack(find, lambda: None)
+    return torch.autograd.graph.saved_tensors_hooks(pack, pack.unpack)
+
+
+def _are_disabled() -> bool:
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+def _saved(tensor: torch.Tensor, master: Master, start: int) -> SavedView:
+    """A view of a parameter whose first byte is at ``start``."""
+    offset = tensor.data_ptr() - start
+    return SavedView(master, tensor.dtype, tensor.shape, tensor.stride(), offset, master.version())
 
 
 _OUTER = object()

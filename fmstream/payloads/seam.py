@@ -6,6 +6,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from fmstream.payloads import compiled
 from fmstream.payloads.sites import Site
 
 if TYPE_CHECKING:
@@ -18,27 +19,36 @@ class Seam:
     A copy of the module does not stream: copied or pickled, a seam is None, as in a plain module.
     """
 
-    __slots__ = ("_plain", "_session", "_site")
+    __slots__ = ("_bound", "_followed", "_session", "_site", "plain")
 
     def __init__(self, session: Session, site: Site, plain: Callable[..., Any]) -> None:
         self._session = session
         self._site = site
-        self._plain = plain
+        self.plain = plain
+        """What the module would call without it."""
+        self._bound, self._followed = compiled.calls(site, plain, session.weights.masters)
 
+    @compiled.untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
         current = session.current
         if current is None or current.thread != get_ident():
-            return session.outermost(self._site, self._plain, args, kwargs)
+            compiled.begin(self._site.module)
+            call = self._bound if self._bound is self._followed else self._either
+            return session.outermost(self._site, call, args, kwargs)
         if current.light:
             if session.stop_reason is not None:
-                current.executor.check_stop()
-            return self._plain(*args, **kwargs)
+                current.executor.loads.check_stop()
+            return self._bound(*args, **kwargs)
         token = current.enter(self._site)
         try:
-            return self._plain(*args, **kwargs)
+            return self._followed(*args, **kwargs)
         finally:
             current.leave(token)
+
+    def _either(self, *args: Any, **kwargs: Any) -> Any:
+        current = self._session.current
+        return (self._bound if current is None or current.light else self._followed)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

@@ -6,36 +6,52 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
-from fmstream.actors.compute import POLL_SECONDS, Executor
+from fmstream.actors.compute import Executor
+from fmstream.actors.loads import POLL_SECONDS, Loads
 from fmstream.actors.prefetch import PrefetchActor
 from fmstream.actors.scheduler import Scheduler
+from fmstream.actors.tape import Timeline
+from fmstream.actors.uploads import Uploads
 from fmstream.config import StreamConfig
 from fmstream.core.arena import choose_page_bytes, num_pages
-from fmstream.core.plan import Limits, Plan
+from fmstream.core.plan import Limits, Plan, Prediction
 from fmstream.core.policy import Policy
 from fmstream.core.telemetry import PassRecord, Telemetry
-from fmstream.device.device import open_device
+from fmstream.core.trace import Trace
+from fmstream.device.accelerator import Accelerator, DeviceSlab
 from fmstream.device.homes import FileHome
+from fmstream.device.opening import open_device
 from fmstream.errors import CancelledRun, ForkedError, StreamError
-from fmstream.payloads import budget, saved
+from fmstream.payloads import budget, saved, transforms
+from fmstream.payloads.compiled import REMEDY
 from fmstream.payloads.passes import Pass, Route
+from fmstream.payloads.pinning import PinnedHomes
+from fmstream.payloads.placement import Placement
 from fmstream.payloads.planner import Meter, Planner
+from fmstream.payloads.room import Room
 from fmstream.payloads.roots import Root, kind_of
 from fmstream.payloads.seam import Seam
 from fmstream.payloads.sites import Site
 from fmstream.payloads.weights import Weights
 from fmstream.policies import get as get_policy
 
+NESTED_CALLS = 3
+"""Calls of modules with parameters within one another, for which a page each is set aside."""
 SMALL_SHARE = 0.05
 """A root whose weights are below this share of the memory is loaded as a whole when it is called."""
+GIVEN_BACK = 0.7
+"""Part of the memory that is still held for weights after the user's own tensors did not fit beside it."""
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _sharing = threading.Lock()
 
@@ -70,16 +86,28 @@ class Session:
         self.stop_reason: BaseException | None = None
         self.resident_plan: Plan | None = None
         self._close_requested = False
+        self._leaving = False
         self._publish = publish
         self._locks: list[threading.RLock] = [self.lock]
         self._roots: dict[int, Root] = {}
-        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._wrapped: list[tuple[nn.Module, Seam, Any]] = []
         self._storages: set[int] = set()
         self._executor: Executor | None = None
         self._prefetch: PrefetchActor | None = None
         self._scheduler: Scheduler | None = None
+        accelerator = self.device if isinstance(self.device, Accelerator) else None
+        self._accelerator = accelerator
+        self._timeline = Timeline(accelerator.mark(timed=True), self.telemetry.started) if accelerator else None
         self._meter = Meter()
+        self._placement = Placement(self.device.torch_device) if accelerator else None
+        self._pinned: PinnedHomes | None = None
+        self._room = Room(accelerator) if accelerator else None
+        self._allowed: int | None = None
+        """Bytes of fast memory that the device was seen to have room for, None where none was missing."""
+        self._unfinished: deque[_Ended] = deque()
         self._spilled = False
+        self._activated = False
+        """Whether a plan was put in force whose residents no pass has shown yet."""
 
     # Opening and closing
 
@@ -98,7 +126,7 @@ class Session:
         weights, telemetry = self.weights, self.telemetry
         found = weights.survey()
         totals = budget.measure(found, weights.roots)
-        memory = budget.resolve(self.config, totals, begun=begun)
+        memory = budget.resolve(self.config, totals, self._accelerator, begun=begun)
         telemetry.weights_bytes = totals.weights_bytes
         telemetry.kept_bytes = totals.kept_bytes
         telemetry.smallest_bytes = totals.smallest_bytes
@@ -107,11 +135,15 @@ class Session:
             if num_bytes:
                 telemetry.notes.append(f"{name} ({num_bytes} bytes) stays in place: {reason}")
         self._storages = {m.original.untyped_storage().data_ptr() for m in weights.masters}
-        fits = totals.fits(memory)
+        automatic = self.config.memory == "auto" and self._accelerator is not None
+        fits = totals.fits(memory) and not automatic
         if self.config.spill_dir is not None and not self._spilled and not fits:
             weights.spill(os.fspath(self.config.spill_dir))
             self._spilled = True
-        if fits:
+        if self._accelerator is not None:
+            if not fits:
+                self._pin(self._accelerator)
+        elif fits:
             self._let_ram_be()
         self._count_homes()
         self.resident_plan = budget.all_resident(self.config.policy, weights) if fits else None
@@ -120,7 +152,18 @@ class Session:
             telemetry.notes.append("all weights fit in the memory given: nothing is streamed")
             self._wrap_roots()
             return
-        self._start_actors(sum(weights.sizes) if fits else memory - totals.kept_bytes)
+        self._smallest = totals.smallest_bytes - totals.kept_bytes
+        kept = 0 if self._accelerator is not None else totals.kept_bytes
+        for name in found.whole:
+            note = f"{name} is compiled as a whole, and runs without the compiler while it streams: {REMEDY}"
+            if note not in telemetry.notes:
+                telemetry.notes.append(note)
+        self._start_actors(sum(weights.sizes) if fits else memory - kept)
+        if self._placement is not None:
+            modules = [module for root in weights.roots.values() for module in root.modules()]
+            moved = self._placement.place(modules, {id(master.original) for master in weights.masters})
+            if moved:
+                telemetry.notes.append(f"{moved} bytes of buffers and parameters are on the device beside the memory")
         weights.install()
         for site in weights.sites:
             self._wrap(site)
@@ -141,17 +184,43 @@ class Session:
             weights.survey()
             weights.in_place = before
 
+    def _pin(self, accelerator: Accelerator) -> None:
+        """Bring masters to pinned memory, as far as the options and the system allow."""
+        weights, telemetry = self.weights, self.telemetry
+        if self._pinned is None:
+            self._pinned = PinnedHomes(accelerator.pins)
+        limit = budget.pinned_bytes(self.config)
+        in_ram = [m for m in weights.masters if not isinstance(m.home, FileHome) and not weights.is_exposed(m)]
+        refused = self._pinned.take(in_ram, limit)
+        if refused == 0 and self.config.spill_dir is None:
+            room = min(limit - sum(m.num_bytes for m in in_ram), budget.file_bytes_to_keep())
+            refused = self._pinned.take([m for m in weights.masters if isinstance(m.home, FileHome)], room)
+        if refused:
+            telemetry.notes.append(
+                f"the system refused to pin {refused} bytes of host memory: those weights are copied through staging, "
+                "which is slower (raise the limit of locked memory, or close what else pins memory)"
+            )
+
     def _start_actors(self, memory: int) -> None:
         config = self.config
         total = sum(self.weights.sizes)
         page_bytes = choose_page_bytes(max(1, min(memory, total)))
         frames = num_pages(total, page_bytes) if memory >= total else memory // page_bytes
+        # Only whole pages are held, and nested calls take theirs apart.
+        self._smallest = min(frames, num_pages(self._smallest, page_bytes) + NESTED_CALLS) * page_bytes
         if self._prefetch is None:
             self._prefetch = PrefetchActor(config.num_workers, config.staging_bytes, self.telemetry)
-        self._executor = Executor(
-            self.weights, self.device, self._prefetch, self.telemetry, frames * page_bytes, page_bytes
-        )
-        self._executor.stop_reason = self.stop_reason
+        loads = self._make_loads(self._prefetch)
+        self._executor = Executor(self.weights, self.device, loads, self.telemetry, frames * page_bytes, page_bytes)
+        loads.stop_reason = self.stop_reason
+        automatic = config.memory == "auto" and self._accelerator is not None
+        if automatic:
+            # The user's own tensors come first, and how much they take is seen in a pass.
+            self._executor.resize(self._smallest)
+        if self._accelerator is not None and self._meter.known is None:
+            slab = self._executor.take_memory()
+            assert isinstance(slab, DeviceSlab)
+            self._meter.known = self._accelerator.probe(slab.memory)
         self.weights.executor = self._executor
         limits = Limits(
             memory_bytes=frames * page_bytes,
@@ -159,17 +228,23 @@ class Session:
             lookahead=None if config.prefetch_window == "auto" else config.prefetch_window,
             unit_bytes=config.unit_bytes,
         )
-        self.planner = Planner(self.policy, limits, self._meter)
+        self.planner = Planner(self.policy, limits, self._meter, automatic=automatic)
         if self._scheduler is None:
             publish = None if self._publish is None else lambda: self._publish(self.telemetry)  # type: ignore[misc]
             self._scheduler = Scheduler(self.telemetry, publish, self._stop)
             self._scheduler.start()
 
+    def _make_loads(self, prefetch: PrefetchActor) -> Loads:
+        if self._accelerator is None:
+            return Loads(self.weights, prefetch, self.telemetry)
+        assert self._timeline is not None
+        return Uploads(self.weights, self._accelerator, prefetch, self.telemetry, self._timeline)
+
     def _stop(self, reason: BaseException) -> None:
         """Let the run end at its next call or wait, for a reason that is not of its making."""
         self.stop_reason = reason
         if self._executor is not None:
-            self._executor.stop_reason = reason
+            self._executor.loads.stop_reason = reason
 
     def _share_locks(self) -> None:
         """Sessions that hold some of the same memory take all their locks, in an order that all agree on."""
@@ -197,16 +272,20 @@ class Session:
         if self.closed:
             return
         self.telemetry.ended = time.perf_counter()
+        self._leaving = True
         interrupted = True
         try:
             with ExitStack() as steps:  # carried out from the last to the first, whatever one of them raises
                 steps.callback(self.weights.close_files)
                 steps.callback(self.weights.unspill)
+                if self._pinned is not None:
+                    steps.callback(self._pinned.give_back)
                 if self._scheduler is not None:
                     steps.callback(self._scheduler.close)
                 if self._prefetch is not None:
                     steps.callback(self._prefetch.close)
                 steps.callback(self._withdraw)
+                steps.callback(self._take_times, block=True)
             interrupted = False
         except Exception:
             interrupted = False
@@ -218,12 +297,16 @@ class Session:
 
     def _withdraw(self) -> None:
         """Take everything out of the modules again."""
-        for module, before in self._wrapped:
+        for module, seam, before in self._wrapped:
+            if module.__dict__.get("_compiled_call_impl") is not seam:
+                continue  # the user compiled it since
             if before is None:
                 module.__dict__.pop("_compiled_call_impl", None)
             else:
                 module.__dict__["_compiled_call_impl"] = before
         self.weights.uninstall()
+        if self._placement is not None:
+            self._placement.give_back()
         self._wrapped.clear()
         if self._executor is not None:
             self._executor.close()
@@ -242,8 +325,13 @@ class Session:
         """See the calls of a module from outside all its hooks, and leave its ``forward`` alone."""
         module = site.module
         before = module.__dict__.get("_compiled_call_impl")
-        self._wrapped.append((module, before))
-        module.__dict__["_compiled_call_impl"] = Seam(self, site, module._call_impl if before is None else before)
+        seam = Seam(self, site, module._call_impl if before is None else before)
+        self._wrapped.append((module, seam, before))
+        module.__dict__["_compiled_call_impl"] = seam
+
+    def _calls_changed(self) -> bool:
+        """Whether the user compiled a module since: that took the place of what sees its calls."""
+        return any(module.__dict__.get("_compiled_call_impl") is not seam for module, seam, _ in self._wrapped)
 
     def outermost(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a module that no other streamed module is calling: one pass."""
@@ -294,30 +382,37 @@ class Session:
         return result
 
     def _pass(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        executor, weights = self._executor, self.weights
-        assert executor is not None
-        weights.refresh_masters()
-        site = self._present(site)
-        if weights.structure_changed():
-            site = self._resurvey(site)
-            executor = self._executor
-            if executor is None:
-                return self._watched(site, plain, args, kwargs)
+        weights = self.weights
+        with transforms.outside():
+            weights.refresh_masters()
+            site = self._present(site)
+            if weights.structure_changed() or self._calls_changed():
+                site = self._resurvey(site)
+        executor = self._executor
+        if executor is None:
+            return self._watched(site, plain, args, kwargs)
         try:
-            self.current = current = self._begin(site, args, kwargs)
+            with transforms.outside():
+                self.current = current = self._begin(site, args, kwargs)
             try:
-                if torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
+                if torch.is_inference_mode_enabled() or transforms.are_active():
                     result = self._call(current, site, plain, args, kwargs)
                 else:
                     with saved.hooks(lambda: executor.slab, weights.bound_at, weights.begin_graph):
                         result = self._call(current, site, plain, args, kwargs)
             finally:
                 weights.end_graph()
-            self._finish(current)
+            with transforms.outside():
+                self._finish(current)
             return result
-        except BaseException:
-            executor.abort_pass()
-            weights.settle_aliases()
+        except BaseException as error:
+            with transforms.outside():
+                executor.abort_pass()
+                weights.settle_aliases()
+            if self._room is not None:
+                self._room.fail()
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._give_memory_back(executor, error)
             raise
         finally:
             weights.stack.clear()
@@ -360,32 +455,91 @@ class Session:
         self._key = kind_of(args, kwargs)
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
             self._load_all(executor, self.resident_plan)
-        began = time.perf_counter()
-        self._before = (began, executor.waited, executor.streamed_bytes, self._meter.look(self.telemetry))
+        self._take_times(block=False)
+        tape = executor.loads.tape()
+        self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
         root = self._root(site)
-        root.between = began - root.ended if root.ended else 0.0
         if self.resident_plan is not None:
-            executor.bind_residents()
-            return Pass(weights, executor, site, None, light=True)
+            tape.skip_stamps()
+            self._show_residents(executor)
+            return Pass(weights, executor, site, None, tape, light=True)
         if root.num_bytes <= SMALL_SHARE * executor.arena.num_bytes:
             # Not worth a plan of its own, which would drive out that of a larger root.
+            tape.skip_stamps()
+            weights.comparing = True
             if root.params:
                 executor.demand(self._name(site), root.params)
-            return Pass(weights, executor, site, None, light=True)
-        root.settle(executor.check_stop)
+            return Pass(weights, executor, site, None, tape, light=True)
+        root.settle(executor.loads.check_stop)
         route = root.route(self._key)
+        if self._room is not None:
+            route = self._make_room(executor, self._room, root, route)
+        if route is not None and not root.wants_times and not self.planner.will_be_due(route):
+            tape.skip_stamps()
         if route is not None:
             if executor.plan is not route.plan:
                 executor.activate(route.plan)
+                self._activated = True
         elif executor.plan is not None or executor.num_loaded:
             executor.activate(None)
+        self._show_residents(executor)
+        return Pass(weights, executor, site, route, tape)
+
+    def _show_residents(self, executor: Executor) -> None:
+        """At the end of the first pass that shows them, their bytes are compared."""
+        self.weights.comparing, self._activated = self._activated, False
         executor.bind_residents()
-        return Pass(weights, executor, site, route)
+
+    def _make_room(self, executor: Executor, room: Room, root: Root, route: Route | None) -> Route | None:
+        """Hold as much memory as the route was planned for, or less where the pass needs the room.
+
+        Returns the route, or another one for less memory.
+        """
+        held = executor.arena.num_bytes if executor.slab is not None else 0
+        kind = (id(root.site.module), self._key)
+        allowed = room.allowed(kind, held)
+        if self.planner.automatic:
+            wanted = self._smallest if route is None else route.memory_bytes
+        else:
+            wanted = self.planner.limits.memory_bytes
+        if min(wanted, allowed) < wanted and kind in room.needs:
+            self._allowed = min(self._allowed or allowed, allowed)
+        if self._allowed is not None and wanted > self._allowed:
+            wanted = max(self._smallest, self._allowed)
+            if route is not None and route.memory_bytes > wanted:
+                route = self._replan(executor, root, route.trace, wanted)
+        executor.resize(wanted)
+        executor.take_memory()
+        room.begin(kind)
+        return route
+
+    def _replan(self, executor: Executor, root: Root, trace: Trace, memory: int) -> Route | None:
+        """A route for less memory, from the trace of the present one."""
+        scheduler, pinned = self._scheduler, frozenset(self.weights.pinned)
+        assert scheduler is not None
+        root.routes.clear()
+        root.pending = scheduler.submit(lambda: self.planner.make(trace, pinned, memory))
+        root.pending_key = self._key
+        root.settle(executor.loads.check_stop)
+        return root.route(self._key)
+
+    def _give_memory_back(self, executor: Executor, error: torch.OutOfMemoryError) -> None:
+        """The user's own tensors did not fit: hold less from the next pass on, and say what would help."""
+        held = executor.arena.num_bytes
+        self._allowed = max(self._smallest, int(held * GIVEN_BACK))
+        error.add_note(
+            f"{held} bytes of the device were held for streamed weights; the next call gets by with {self._allowed}. "
+            f"To leave more room from the start give a smaller memory= (the smallest that works is {self._smallest})"
+        )
+        for root in self._roots.values():
+            root.routes.clear()
+            root.pending = None
 
     def _load_all(self, executor: Executor, plan: Plan) -> None:
         """Bring everything into fast memory, once; no pass is charged with it."""
         began = time.perf_counter()
         executor.activate(plan)
+        self._activated = True
         seconds = time.perf_counter() - began
         self.telemetry.notes.append(
             f"all weights fit in the memory given: {executor.resident_bytes} bytes were read once, in {seconds:.3f} s, "
@@ -403,43 +557,89 @@ class Session:
         return root
 
     def _finish(self, current: Pass) -> None:
-        executor, weights, telemetry = self._executor, self.weights, self.telemetry
+        executor, weights = self._executor, self.weights
         assert executor is not None
         current.finish()
+        if self._room is not None:
+            self._room.end()
         on_route = current.route is not None and current.on_route
         executor.end_pass()
-        ended = time.perf_counter()
         weights.settle_aliases()
         root = self._root(current.root)
-        root.ended = ended
-        began, waited_before, streamed, seen = self._before
-        waited = executor.waited - waited_before
-        predicted = current.route.predicted if current.route is not None and on_route else None
+        streamed, seen = self._before
         plan = executor.plan
-        telemetry.passes.append(
-            PassRecord(
-                root=self._name(current.root),
-                policy=self.config.policy if on_route or current.light else "trace",
-                start=began,
-                end=ended,
-                compute_seconds=ended - began - waited,
-                wait_seconds=waited,
+        predicted = current.route.predicted if current.route is not None and on_route else None
+        self._unfinished.append(
+            _Ended(
+                root=root,
+                current=current,
+                on_route=on_route,
                 streamed_bytes=executor.streamed_bytes - streamed,
                 resident_bytes=root.num_bytes if current.light else executor.resident_bytes,
                 window_bytes=plan.window_bytes if plan is not None and not current.light else 0,
                 fault_bytes=weights.fault_bytes,
                 predicted=predicted if plan is not None and plan.units else None,
+                seen=seen,
+                key=self._key,
+                held_bytes=executor.arena.num_bytes if executor.slab is not None else 0,
             )
         )
         if weights.homes_changed:
             self._count_homes()
-        if current.light:
-            return
-        self._meter.update(telemetry, seen)
-        self._learn(root, current, on_route)
+        self._take_times(block=current.tape.timed)
 
-    def _learn(self, root: Root, current: Pass, on_route: bool) -> None:
+    def _take_times(self, *, block: bool) -> None:
+        """Take the times of passes that have ended on the device; ``block`` until it has ended all."""
+        while self._unfinished and (block or self._unfinished[0].current.tape.is_done()):
+            ended = self._unfinished.popleft()
+            ended.current.take_times()
+            self._account(ended)
+
+    def settle_times(self) -> None:
+        """Wait until the times of all passes are known; returns at once while a pass goes on."""
+        if not self.forked and self.lock.acquire(blocking=False):
+            try:
+                if self.current is None:
+                    self._take_times(block=True)
+            finally:
+                self.lock.release()
+
+    def settle_plans(self) -> None:
+        """Wait until the plans that are being made are there; the next passes take them."""
+        self.settle_times()
+        wait([root.pending for root in self._roots.values() if root.pending is not None])
+
+    def _account(self, ended: _Ended) -> None:
+        root, current, telemetry = ended.root, ended.current, self.telemetry
+        tape = current.tape
+        root.between = tape.start - root.ended if root.ended else 0.0
+        root.ended = tape.start + tape.seconds
+        waited = tape.waited
+        if not tape.timed and ended.on_route and current.route is not None:
+            waited = max(0.0, tape.seconds - current.route.trace.seconds)
+        telemetry.passes.append(
+            PassRecord(
+                root=self._name(current.root),
+                policy=self.config.policy if ended.on_route or current.light else "trace",
+                start=tape.start,
+                end=tape.start + tape.seconds,
+                compute_seconds=tape.seconds - waited,
+                wait_seconds=waited,
+                streamed_bytes=ended.streamed_bytes,
+                resident_bytes=ended.resident_bytes,
+                window_bytes=ended.window_bytes,
+                fault_bytes=ended.fault_bytes,
+                predicted=ended.predicted,
+            )
+        )
+        if current.light or self._leaving:
+            return
+        self._meter.update(telemetry, ended.seen)
+        self._learn(ended)
+
+    def _learn(self, ended: _Ended) -> None:
         """Decide whether this pass calls for another plan, and let the scheduler make it."""
+        root, current, on_route = ended.root, ended.current, ended.on_route
         weights, scheduler = self.weights, self._scheduler
         assert scheduler is not None
         if weights.learned:
@@ -448,22 +648,48 @@ class Session:
             root.pending = None
             return
         route, pinned = current.route, frozenset(weights.pinned)
+        allowed = self._allowed
+        if self._room is not None and self.planner.automatic:
+            room = self._room.allowed((id(root.site.module), ended.key), ended.held_bytes)
+            allowed = max(self._smallest, room if allowed is None else min(room, allowed))
         if route is None or not on_route:
             trace = current.trace(root.between)
             if not trace.calls:
                 return
-            work: Callable[[], Route | None] = lambda: self.planner.make(trace, pinned)  # noqa: E731
+            work: Callable[[], Route | None] = lambda: self.planner.make(trace, pinned, allowed)  # noqa: E731
         else:
             route.num_passes += 1
-            if root.pending is not None or current.skipped or not self.planner.is_due(route, current.seconds):
+            if root.pending is not None or current.skipped:
                 return
+            root.wants_times |= self.planner.is_due(route, current.tape.seconds)
+            if not root.wants_times or not current.tape.timed:
+                return
+            root.wants_times = False
             trace = current.trace(root.between)
-            work = lambda: self.planner.improve(route, trace, pinned)  # noqa: E731
+            work = lambda: self.planner.improve(route, trace, pinned, allowed)  # noqa: E731
         self.telemetry.replans += 1
-        root.pending, root.pending_key = scheduler.submit(work), self._key
+        root.pending, root.pending_key = scheduler.submit(work), ended.key
 
     def _name(self, site: Site) -> str:
         return site.name or type(site.module).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A pass that the host has left; the device may be at it still."""
+
+    root: Root
+    current: Pass
+    on_route: bool
+    streamed_bytes: int
+    resident_bytes: int
+    window_bytes: int
+    fault_bytes: int
+    predicted: Prediction | None
+    seen: tuple[float, int]
+    key: Any
+    held_bytes: int
+    """Fast memory that was allocated when it ended."""
 
 
 def _after_fork_in_child() -> None:

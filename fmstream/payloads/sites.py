@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fmstream.errors import ConfigError
-from fmstream.payloads.absent import Absent, Bound, InGraph
+from fmstream.payloads import kinds
+from fmstream.payloads.compiled import is_compiled
 from fmstream.payloads.master import Keeper, Master, span_bytes
 
 MAX_SPREAD = 2
@@ -30,6 +31,12 @@ class Site:
     params: list[int] = field(default_factory=list)
     before: Any = None
     """``_compiled_call_impl`` as it was found in the module's own dict, None if it was not there."""
+    is_unit: bool = False
+    """It is compiled together with all that is in it."""
+    is_whole: bool = False
+    """It is compiled and outermost: called without the compiler where its weights come and go."""
+    members: list[int] = field(default_factory=list)
+    """Ids of all parameters in a compiled module."""
 
 
 @dataclass(slots=True)
@@ -40,12 +47,13 @@ class Survey:
         sites: every module with a streamable parameter in it, outer ones first.
         masters: streamable parameters, each once.
         kept: names and bytes of parameters that are left in place, with the reason.
-        shape: per module its parameters and children as they were, to notice a change.
+        whole: names of outermost modules that are compiled as a whole.
     """
 
     sites: list[Site] = field(default_factory=list)
     masters: list[Master] = field(default_factory=list)
     kept: list[tuple[str, int, str]] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
 
 
 def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper, in_place: set[int]) -> Survey:
@@ -64,7 +72,7 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
     by_id: dict[int, Master] = {}
     reasons: dict[int, str] = {}
     modules = dict(_walk(roots))
-    overlapping = _overlapping(modules)
+    overlapping = _overlapping(modules, device)
     site_of: dict[int, Site] = {}
     for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -72,17 +80,15 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
             found.kept.append((name, own_bytes, "it is a ScriptModule"))
             continue
         own: list[int] = []
-        for key, shown in module._parameters.items():
-            param = shown.master.original if isinstance(shown, Absent | Bound | InGraph) else shown
-            if param is None or id(param) in reasons:
+        for holder, key, full, param in _tensors(module, name, device):
+            if id(param) in reasons:
                 continue
-            full = f"{name}.{key}" if name else key
             master = by_id.get(id(param))
             if master is None:
                 reason = (
                     "it is read or written where streaming cannot follow"
                     if id(param) in in_place
-                    else _why_not(full, param, device, overlapping)
+                    else _why_not(full, param, device, overlapping, inner=holder is not module._parameters)
                 )
                 if reason is not None:
                     reasons[id(param)] = reason
@@ -91,24 +97,32 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
                     continue
                 master = by_id[id(param)] = Master(len(found.masters), full, param, device, keeper)
                 found.masters.append(master)
-            master.slots.append((module._parameters, key))
+            if not any(known is holder and slot == key for known, slot in master.slots):
+                master.slots.append((holder, key))
             if master.index not in own:
                 own.append(master.index)
         site_of[id(module)] = Site(len(found.sites), name, module, own)
         found.sites.append(site_of[id(module)])
+    outermost = {id(root) for root in roots.values()}
+    found.whole = [
+        name or type(getattr(root, "_orig_mod", root)).__name__ for name, root in roots.items() if is_compiled(root)
+    ]
     inside: set[int] = set()
     for module in modules.values():
         if id(module) not in site_of:
             continue
         _add_hidden_slots(module, by_id)
-        for reader_of in _reads(module):
+        for reader_of in _reads(module, outermost):
             site = site_of[id(module)]
-            for param in reader_of.parameters():
-                master = by_id.get(id(param))
-                if master is not None and master.index not in site.params:
-                    site.params.append(master.index)
-        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            for index in _indices(reader_of, by_id, device):
+                if index not in site.params:
+                    site.params.append(index)
+        if _is_one_unit(module, outermost):
             inside |= {id(child) for child in module.modules() if child is not module}
+        if is_compiled(module):
+            site = site_of[id(module)]
+            site.is_unit, site.is_whole = id(module) not in outermost, id(module) in outermost
+            site.members = list(_indices(module, by_id, device))
     owning = {id(site.module) for site in found.sites if site.params}
     holding = {id(m) for m in modules.values() if any(id(child) in owning for child in m.modules())}
     sites = [s for s in found.sites if id(s.module) in holding and id(s.module) not in inside]
@@ -116,6 +130,45 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
         site.index = index
     found.sites = sites
     return found
+
+
+def _tensors(module: nn.Module, name: str, device: torch.device) -> Iterator[kinds.Part]:
+    """What a module's own parameters consist of: themselves, or the tensors in those that are wrappers."""
+    for key, shown in module._parameters.items():
+        full = f"{name}.{key}" if name else key
+        if shown is None:
+            continue
+        # On another device a wrapper would have to be another one.
+        if _is_host(device) and kinds.is_wrapper(shown) and shown.device.type == "cpu":
+            try:
+                parts = list(kinds.parts_of(shown, full))
+            except AttributeError:
+                parts = [kinds.Part(module._parameters, key, full, shown)]
+        else:
+            parts = [kinds.Part(module._parameters, key, full, shown)]
+        for part in parts:
+            yield part._replace(tensor=_user_tensor(part.tensor))
+
+
+def _is_host(device: torch.device | None) -> bool:
+    return device is None or device.type == "cpu"
+
+
+def _user_tensor(shown: torch.Tensor) -> torch.Tensor:
+    """The tensor of the user's that is shown, where it is one of ours."""
+    master = shown.__dict__.get("master")
+    return master.original if type(master) is Master else shown
+
+
+def _indices(root: nn.Module, by_id: Mapping[int, Master], device: torch.device) -> Iterator[int]:
+    """Ids of all parameters in a module."""
+    seen: set[int] = set()
+    for module in root.modules():
+        for part in _tensors(module, "", device):
+            master = by_id.get(id(part.tensor))
+            if master is not None and master.index not in seen:
+                seen.add(master.index)
+                yield master.index
 
 
 def _walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -132,11 +185,13 @@ def _walk(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield full, module
 
 
-def _why_not(name: str, param: nn.Parameter, device: torch.device, overlapping: set[int]) -> str | None:
+def _why_not(name: str, param: torch.Tensor, device: torch.device, overlapping: set[int], *, inner: bool) -> str | None:
     """Why a parameter cannot be streamed, None if it can."""
     if param.device.type == "meta":
         raise ConfigError(f"parameter {name!r} is on the meta device and has no values: load it first (fmstream.load)")
-    if type(param) is not nn.Parameter:
+    expected = torch.Tensor if inner else nn.Parameter
+    dressed = _is_host(device) and kinds.is_dressed(param) and not param.requires_grad
+    if (type(param) is not expected and not dressed) or (inner and param.requires_grad):
         return f"it is a {type(param).__name__}"
     if param.layout is not torch.strided or param.is_quantized or param.is_conj() or param.is_neg():
         return "its layout is not strided"
@@ -154,9 +209,10 @@ def _why_not(name: str, param: nn.Parameter, device: torch.device, overlapping: 
     return None
 
 
-def _overlapping(modules: Mapping[str, nn.Module]) -> set[int]:
+def _overlapping(modules: Mapping[str, nn.Module], device: torch.device) -> set[int]:
     """``id`` of parameters whose memory overlaps that of another parameter object."""
-    params = {id(p): p for m in modules.values() for p in m._parameters.values() if type(p) is nn.Parameter}
+    every = (part.tensor for module in modules.values() for part in _tensors(module, "", device))
+    params = {id(p): p for p in every if type(p) in (nn.Parameter, torch.Tensor) or kinds.is_dressed(p)}
     spans = []
     for key, param in params.items():
         plain = param.layout is torch.strided and param.device.type == "cpu"
@@ -174,9 +230,16 @@ def _overlapping(modules: Mapping[str, nn.Module]) -> set[int]:
     return found
 
 
-def _reads(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose parameters ``module`` is known to read itself, beside its own."""
+def _is_one_unit(module: nn.Module, outermost: Set[int]) -> bool:
+    """Whether a module is not seen to call those inside it: they are parts of one operator, or of compiled code."""
     if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        return True
+    return id(module) not in outermost and is_compiled(module)
+
+
+def _reads(module: nn.Module, outermost: Set[int]) -> Iterator[nn.Module]:
+    """Modules whose parameters ``module`` is known to read itself, beside its own."""
+    if _is_one_unit(module, outermost):
         yield module
     elif isinstance(module, nn.TransformerEncoder) and len(module.layers):
         yield module.layers[0]  # the check for the nested-tensor path

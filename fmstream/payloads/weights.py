@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import gc
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,9 +20,13 @@ from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
 from fmstream.device.memory import return_free_memory
 from fmstream.device.spill import SpillFile
-from fmstream.payloads.absent import Absent, Bound, InGraph, make_bound
+from fmstream.payloads.absent import Absent, restore
+from fmstream.payloads.bound import InGraph, make_bound, show_in_graph
+from fmstream.payloads.kinds import is_dressed
 from fmstream.payloads.master import Master
 from fmstream.payloads.sites import Site, Survey, survey
+from fmstream.payloads.views import bytes_of, looks_into, point_at
+from fmstream.payloads.watch import Watch
 
 LEARNED_SHARE = 0.5
 """Part of the memory that a module may bind of its own and others' parameters together."""
@@ -49,15 +53,17 @@ class Weights:
         self.learned = False
         """Whether a site was seen to read a parameter that it did not bind, or one was pinned."""
         self.changed_shape = False
+        """Whether the modules are no longer what was surveyed."""
         self.homes_changed = False
         """Whether a master may have moved from its file to RAM."""
-        """Whether the modules are no longer what was surveyed."""
+        self.comparing = False
+        """Whether the bytes of what is bound now are compared with what they are when it is unbound."""
         self.pinned: set[int] = set()
         self.in_place: set[int] = set()
         self.fault_bytes = 0
         self._watch_grads = False
         self._exposed: set[int] = set()
-        self._aliases: list[tuple[Master, torch.Tensor, int]] = []
+        self._watch = Watch()
         self._files = FileSet()
         self._spill: SpillFile | None = None
         self._spilled: list[tuple[Master, int]] = []
@@ -80,6 +86,10 @@ class Weights:
         self.pinned.clear()
         self._exposed = self._aliased()
         return found
+
+    def is_exposed(self, master: Master) -> bool:
+        """Whether somebody may look into a master's memory, so that it must stay where it is."""
+        return master.index in self._exposed
 
     def _aliased(self) -> set[int]:
         """Masters whose memory somebody looks into beside their modules (``.data``, an array, a flat buffer).
@@ -150,8 +160,8 @@ class Weights:
             master.show_deep(mine, master.original)
         for root in self.roots.values():
             for module in root.modules():
-                _restore(module._parameters, self)
-                _restore(module._buffers, self)
+                restore(module._parameters, self)
+                restore(module._buffers, self)
         for master in self.masters:
             master.retire()
         self.masters = []  # each refers to a parameter of the user's, and so would look like somebody who holds it
@@ -218,20 +228,38 @@ class Weights:
             if master.bound is None:
                 continue
             with torch.inference_mode(False), torch.no_grad():
-                address = master.bound.data_ptr()
-                truth = torch.empty(master.span, dtype=torch.uint8, device="cpu")
-                master.copy_to(truth.data_ptr())
-                offset = address - part.address
-                if not torch.equal(part.tensor[offset : offset + master.span], truth):
-                    master.write_back(address)
+                present = part.read(master.bound.data_ptr() - part.address, master.span)
+                if not torch.equal(present, master.host_bytes()):
+                    master.write_back(present)
+                    self._watch.forget(param)
                     self._pin(param)
 
+    def _compare(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
+        """Bring writes that no count shows to the masters, and leave these parameters in place from now on."""
+        began = time.perf_counter()
+        for param, offset in zip(params, offsets, strict=True):
+            master = self.masters[param]
+            if self._watch.has_changed(param, part, offset, master.span) and master.bound is not None:
+                master.write_back(part.read(offset, master.span))
+                self.left_in_place(master)
+        self._did_not_compute(began)
+
+    def _did_not_compute(self, since: float) -> None:
+        """The compute clock stands while bytes are compared: later passes do without."""
+        if self.executor is not None:
+            self.executor.loads.waited += time.perf_counter() - since
+
     def settle_aliases(self) -> None:
-        """Bring writes through views of faulted values to their masters."""
-        for master, value, version in self._aliases:
-            if value._version != version:
-                master.write_back(value.data_ptr())
-        self._aliases.clear()
+        """Bring writes through views of faulted values to their masters; the pass is over."""
+        self.bring_aliases()
+        self._watch.clear()
+
+    def bring_aliases(self) -> None:
+        """Bring what was written through them so far."""
+        if not self._watch.aliases:
+            return
+        for master, value in self._watch.written_aliases():
+            master.write_back(bytes_of(value, master.span))
 
     def _pin(self, index: int) -> None:
         if index not in self.pinned:
@@ -242,6 +270,7 @@ class Weights:
 
     def count_fault(self, master: Master) -> None:
         """Count it; inside a pass its reader is one that binds the parameter from now on."""
+        self.bring_aliases()
         reader = self.stack[-1] if self.stack else None
         name = reader.name if reader is not None else "outside any forward"
         counted = self.telemetry.faults.setdefault((master.name, name or "the module itself"), [0, 0])
@@ -264,7 +293,7 @@ class Weights:
     def note_alias(self, master: Master, value: torch.Tensor) -> bool:
         """Within a pass a view of the value is as good as one of the master: writes to it are brought back."""
         if self.stack:
-            self._aliases.append((master, value, value._version))
+            self._watch.note(master, value)
             return True
         if isinstance(master.home, MemoryHome) and value.data_ptr() == master.home.address:
             self.note_exposed(master)
@@ -278,6 +307,7 @@ class Weights:
 
     def left_in_place(self, master: Master) -> None:
         """From the next pass on it is not streamed."""
+        self.bring_aliases()
         self.in_place.add(id(master.original))
         self.changed_shape = True
 
@@ -292,6 +322,11 @@ class Weights:
             for part in self.executor.slab.parts():
                 for key in [key for key in part.shown if key[0] == master.index]:
                     part.drop(key)
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a module is being called."""
+        return bool(self.stack)
 
     def succeeded(self, master: Master, successor: Master) -> None:
         """Survey again before the next pass."""
@@ -340,23 +375,31 @@ class Weights:
         """Show a view of fast memory."""
         master = self.masters[param]
         bound = part.shown.get((param, offset))
-        in_graph = master.requires_grad and torch.is_grad_enabled()
+        in_graph = master.requires_grad and torch.is_grad_enabled() and not is_dressed(master.original)
         if bound is None or in_graph or bound.requires_grad != master.requires_grad:
             dtype = master.dtype
             view = part.typed(dtype).as_strided(master.size, master.stride, offset // dtype.itemsize)
-            bound = make_bound(master, view)
-            if not in_graph:
+            if in_graph:
+                bound = show_in_graph(master, view)
+            else:
+                bound = make_bound(master, view)
                 part.drop((param, offset))
                 part.keep((param, offset), bound)
         master.bind(bound)
+        if self.comparing and self.device.type == "cpu":
+            began = time.perf_counter()
+            self._watch.take(param, part, offset, master.span)
+            self._did_not_compute(began)
         if self._watch_grads:
             master.watch_grad()
 
     def unbind(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
         """Show the stand-ins again; in-place writes are brought to the masters first."""
         masters, shown = self.masters, part.shown
-        if part.was_written() or any(_was_written(masters[param].bound) for param in params):
+        if part.was_written() or any(_was_written(masters[param]) for param in params):
             self._write_back(params, part)
+        if self._watch.checksums:
+            self._compare(params, offsets, part)
         for param, offset in zip(params, offsets, strict=True):
             master = masters[param]
             if master.bound is not None and not master.unbind():
@@ -366,9 +409,10 @@ class Weights:
             if kept is not None and sys.getrefcount(kept) > 3:
                 part.drop((param, offset))
 
-    def rewrite(self, param: int, address: int) -> None:
+    def rewrite(self, param: int, part: Part, offset: int) -> None:
         """Copy the master's present bytes over a copy in fast memory."""
-        self.masters[param].copy_to(address)
+        part.overwrite(offset, self.masters[param].host_bytes())
+        self._watch.forget(param)
 
     def escaped(self, params: Sequence[int]) -> None:
         """Keep these resident: a tensor that outlived their use looks into them."""
@@ -383,53 +427,20 @@ class Weights:
         found = False
         for tensor in gc.get_objects():
             kind = type(tensor)  # `isinstance` would run code of any object that there is
-            if issubclass(kind, torch.Tensor) and kind is not Absent and _shares(tensor, part):
+            if issubclass(kind, torch.Tensor) and kind is not Absent and looks_into(tensor, part):
                 at = bisect.bisect_right(offsets, tensor.data_ptr() - part.address) - 1
                 master = self.masters[params[at]]
                 self.in_place.add(id(master.original))
-                self._point_at(tensor, master, tensor.data_ptr() - part.address - offsets[at])
+                point_at(master, tensor, tensor.data_ptr() - part.address - offsets[at])
                 found = True
         if not found:
             self.in_place |= {id(self.masters[param].original) for param in params}
         self.changed_shape = True
-
-    def _point_at(self, tensor: torch.Tensor, master: Master, byte_offset: int) -> None:
-        """Make a tensor a view of the master's memory, with the size and strides that it has."""
-        master.to_memory()
-        storage = master.memory().untyped_storage()
-        offset = (master.original.data_ptr() - storage.data_ptr() + byte_offset) // tensor.element_size()
-        # A tensor that a graph depends on cannot be moved; it keeps the fast memory that it looks into.
-        with contextlib.suppress(RuntimeError), torch.inference_mode(False), torch.no_grad():
-            tensor.set_(storage, offset, tensor.size(), tensor.stride())
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
-def _was_written(bound: torch.Tensor | None) -> bool:
-    return isinstance(bound, InGraph) and bound._version != bound.version
-
-
-def _restore(holder: dict[str, Any], weights: Weights) -> None:
-    """Replace stand-ins that the user moved to other places by what they stand for."""
-    for key, value in holder.items():
-        master = getattr(value, "master", None) if isinstance(value, Absent | Bound | InGraph) else None
-        if master is None or master.keeper is not weights:
-            continue
-        if value is master.bound or (isinstance(value, Absent) and value.stands_for_parameter):
-            holder[key] = master.original
-        else:
-            plain = master.memory()
-            holder[key] = nn.Parameter(plain, value.requires_grad) if isinstance(value, nn.Parameter) else plain
-
-
-def _shares(tensor: torch.Tensor, part: Part) -> bool:
-    """Whether a tensor looks into the part, other than through the part's own views."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if tensor.layout is not torch.strided or part.owns(tensor):
-            return False
-        try:
-            return part.is_under(tensor)
-        except (RuntimeError, NotImplementedError):  # a tensor that has no storage
-            return False
+def _was_written(master: Master) -> bool:
+    return isinstance(master.bound, InGraph) and master.is_bound_written

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 SEED = 11
 
@@ -21,12 +22,22 @@ class Built:
 
     Attributes:
         modules: what a user would hand to ``fmstream.stream``: a module, a diffusers pipeline or a dict of modules.
-        call: runs it; two calls of two fresh builds return equal tensors, unless the client is tagged "stateful",
-            where the n-th calls agree.
+        run: runs it on inputs.
+        args, kwargs: the inputs, made on the CPU.
     """
 
     modules: Any
-    call: Callable[[], object]
+    run: Callable[..., object]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def call(self, device: str = "cpu") -> object:
+        """Run it on the inputs, put on a device.
+
+        Two calls of two fresh builds return equal tensors; if the client is tagged "stateful", the n-th calls agree.
+        """
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (self.args, dict(self.kwargs)))
+        return self.run(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -52,18 +63,18 @@ def client(name: str, build: Callable[[], Built], *tags: str) -> Client:
 def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Built:
     """``module(*args, **kwargs)`` in eval mode."""
     wake(module).eval()
-    return Built(module, lambda: module(*args, **kwargs))
+    return Built(module, module, args, kwargs)
 
 
 def drawing(built: Built) -> Built:
     """The same client, where each call draws from the global generator with a seed of its own."""
 
-    def call() -> object:
+    def run(*args: Any, **kwargs: Any) -> object:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            return built.call()
+            return built.run(*args, **kwargs)
 
-    return Built(built.modules, call)
+    return Built(built.modules, run, built.args, built.kwargs)
 
 
 def wake(module: nn.Module) -> nn.Module:

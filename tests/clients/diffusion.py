@@ -112,14 +112,13 @@ def controlled() -> Built:
     """A control net and the denoiser that it feeds, as a dict."""
     control = d.ControlNetModel(down_block_types=DOWN, conditioning_embedding_out_channels=(8, 16), **CROSS)
     parts = {"controlnet": wake(control).eval(), "unet": wake(unet()).eval()}
-    sample, text, image = noise(1, 4, 8, 8), noise(1, 5, 32), noise(1, 3, 16, 16)
 
-    def call() -> object:
+    def run(sample: Tensor, text: Tensor, image: Tensor) -> object:
         down, mid = parts["controlnet"](sample, 3, text, image, return_dict=False)
         residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
         return down, parts["unet"](sample, 3, text, **residuals)
 
-    return Built(parts, call)
+    return Built(parts, run, (noise(1, 4, 8, 8), noise(1, 5, 32), noise(1, 3, 16, 16)))
 
 
 def motion_unet() -> Built:
@@ -292,11 +291,11 @@ def image_roundtrip(model: nn.Module, sample: Tensor, **decode: Any) -> Built:
     """``encode`` and ``decode``, which are methods and not ``forward``."""
     wake(model).eval()
 
-    def call() -> object:
+    def run(sample: Tensor) -> object:
         latents = model.encode(sample).latent_dist.mode()
         return latents, model.decode(latents, **decode)
 
-    return Built(model, call)
+    return Built(model, run, (sample,))
 
 
 def tiled_roundtrip() -> Built:
@@ -322,7 +321,7 @@ def cogvideox_autoencoder() -> Built:
 
 def vector_quantised() -> Built:
     model = wake(d.VQModel(block_out_channels=(32,), latent_channels=3, norm_num_groups=8, num_vq_embeddings=32)).eval()
-    return Built(model, lambda: model.decode(model.encode(noise(1, 3, 16, 16)).latents))
+    return Built(model, lambda sample: model.decode(model.encode(sample).latents), (noise(1, 3, 16, 16),))
 
 
 DENOISERS = [

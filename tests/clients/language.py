@@ -67,7 +67,7 @@ def generation(model: PreTrainedModel, **options: Any) -> Built:
     wake(model).eval()
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **options}
     detailed = {"return_dict_in_generate": True, "output_logits": True}
-    return Built(model, lambda: model.generate(ids(), **options, **detailed))
+    return Built(model, model.generate, (ids(),), {**options, **detailed})
 
 
 def llama(**options: Any) -> PreTrainedModel:

@@ -8,6 +8,7 @@ import diffusers as d
 import tokenizers
 import torch
 import transformers as tf
+from torch import Tensor
 
 from tests.clients.client import Built, Client, client, named_modules_of, noise, wake
 from tests.clients.diffusion import autoencoder, flux, unet, video_autoencoder, video_unet, wan, wan_autoencoder
@@ -35,12 +36,20 @@ IMAGE = {
 
 
 def pipeline(pipe: d.DiffusionPipeline, **options: Any) -> Built:
-    """Two steps (unless told otherwise) with a generator that each call makes anew."""
+    """Two steps (unless told otherwise) with a generator that each call makes anew.
+
+    Embeddings are inputs that may be put on a device; an image stays on the CPU, where pipelines prepare it.
+    """
     for part in named_modules_of(pipe).values():
         wake(part).eval()
     pipe.set_progress_bar_config(disable=True)
+    given = {name: options.pop(name) for name in list(options) if name.endswith("_embeds")}
     options = {"num_inference_steps": 2, "output_type": "np", **options}
-    return Built(pipe, lambda: pipe(generator=torch.Generator().manual_seed(3), **options))
+
+    def run(**given: Tensor) -> object:
+        return pipe(generator=torch.Generator().manual_seed(3), **options, **given)
+
+    return Built(pipe, run, kwargs=given)
 
 
 def tokenizer() -> tf.PreTrainedTokenizerFast:

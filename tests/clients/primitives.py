@@ -171,8 +171,8 @@ def padded_encoder() -> Built:
 
 def dropout() -> Built:
     """Train mode without state: each call draws the same masks."""
-    model, x = wake(encoder()).train(), noise(2, 7, 48)
-    return drawing(Built(model, lambda: model(x)))
+    model = wake(encoder()).train()
+    return drawing(Built(model, model, (noise(2, 7, 48),)))
 
 
 def lstm() -> Built:
@@ -196,21 +196,20 @@ def convolutions() -> nn.Sequential:
 
 def train_convolutions() -> Built:
     """Each call moves the running statistics."""
-    model, image = wake(convolutions()).train(), noise(4, 3, 32, 32)
-    return Built(model, lambda: model(image))
+    model = wake(convolutions()).train()
+    return Built(model, model, (noise(4, 3, 32, 32),))
 
 
 def two_doors() -> Built:
-    model, x = wake(TwoDoors()).eval(), noise(2, 96)
-    return Built(model, lambda: model.decode(model.encode(x)))
+    model = wake(TwoDoors()).eval()
+    return Built(model, lambda x: model.decode(model.encode(x)), (noise(2, 96),))
 
 
 def outside_read() -> Built:
     """The user looks at a weight between two calls."""
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), *(nn.Linear(96, 96) for _ in range(3)))
     wake(model).eval()
-    x = noise(2, 64)
-    return Built(model, lambda: (model(x), model[2].weight[0] * 3, model(-x)))
+    return Built(model, lambda x: (model(x), model[2].weight[0] * 3, model(-x)), (noise(2, 64),))
 
 
 def tied_parts() -> Built:
@@ -220,7 +219,7 @@ def tied_parts() -> Built:
     body = nn.Sequential(nn.Linear(64, 160), nn.GELU(), nn.Linear(160, 64))
     parts = {"embed": embed, "body": wake(body), "head": head}
     tokens = torch.arange(20).view(2, 10)
-    return Built(parts, lambda: parts["head"](parts["body"](parts["embed"](tokens))))
+    return Built(parts, lambda tokens: parts["head"](parts["body"](parts["embed"](tokens))), (tokens,))
 
 
 def bfloat16() -> Built:

@@ -1,0 +1,77 @@
+"""Parameters of other classes: wrappers around plain tensors, and subclasses over their own bytes.
+
+A wrapper (torchao's quantised weights) holds plain tensors and says which, with ``__tensor_flatten__``: each is
+streamed on its own, in the wrapper, which stays where it is.  A subclass (diffusers' GGUF weights) has bytes of its own
+and a class and attributes that tell what they mean: what stands for it, or shows it, is *dressed* as the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+class Part(NamedTuple):
+    """A plain tensor in a wrapper: the dict that holds it, its key there, and its name below the wrapper's."""
+
+    holder: dict[str, Any]
+    key: str
+    name: str
+    tensor: torch.Tensor
+
+
+def is_wrapper(param: torch.Tensor) -> bool:
+    """Whether a parameter has no bytes of its own, but tensors that have."""
+    return is_traceable_wrapper_subclass(param)
+
+
+def parts_of(wrapper: Any, name: str = "") -> Iterator[Part]:
+    """The plain tensors in a wrapper, and in wrappers within it.
+
+    Raises:
+        AttributeError: one does not lie where it could be exchanged.
+    """
+    names, _ = wrapper.__tensor_flatten__()
+    for key in names:
+        holder = wrapper.__dict__
+        if key not in holder:
+            raise AttributeError(key)
+        inner, full = holder[key], f"{name}.{key}" if name else key
+        if is_traceable_wrapper_subclass(inner):
+            yield from parts_of(inner, full)
+        else:
+            yield Part(holder, key, full, inner)
+
+
+def is_dressed(param: torch.Tensor) -> bool:
+    """Whether a parameter is of a subclass of ``nn.Parameter`` over bytes of its own."""
+    kind = type(param)
+    return (
+        issubclass(kind, nn.Parameter)
+        and kind is not nn.Parameter
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and not is_traceable_wrapper_subclass(param)
+        and not nn.parameter.is_lazy(param)
+    )
+
+
+def dress(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same bytes with the class and the attributes of a dressed parameter; any other gives back ``tensor``."""
+    if not is_dressed(like):
+        return tensor
+    dressed = torch.Tensor._make_subclass(type(like), tensor, False)
+    dressed.__dict__.update(like.__dict__)
+    return dressed
+
+
+@functools.cache
+def joined(base: type[T], kind: type[torch.Tensor]) -> type[T]:
+    """A subclass of ``base`` whose instances are of ``kind`` as well."""
+    return type(f"{base.__name__}{kind.__name__}", (base, kind), {"__doc__": base.__doc__})

@@ -1,0 +1,123 @@
+"""Buffers, and parameters that are not streamed, on the device that computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class OnDevice(torch.Tensor):
+    """A buffer in the place of the user's: copies and pickles of it lie on the host, as those of parameters do."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().to("cpu", copy=True)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().to("cpu").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class _Placed(NamedTuple):
+    """A tensor of a module, and the one on the device that stands in its place; versions are as it was put there."""
+
+    holder: dict[str, Any]
+    key: str
+    original: torch.Tensor
+    placed: torch.Tensor
+    original_version: int
+    placed_version: int
+
+
+class Placement:
+    """Puts what modules hold beside streamed parameters on a device, and back again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._placed: list[_Placed] = []
+        self._buffers: list[dict[str, Any]] = []
+
+    def place(self, modules: Iterable[nn.Module], streamed: set[int]) -> int:
+        """Move buffers, and parameters whose ``id`` is not in ``streamed``; returns the bytes that were moved."""
+        moved: dict[int, torch.Tensor] = {}
+        num_bytes = 0
+        with torch.inference_mode(False), torch.no_grad():
+            for module in modules:
+                self._buffers.append(module._buffers)
+                holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for holder in holders:
+                    for key, tensor in holder.items():
+                        if tensor is None or id(tensor) in streamed or tensor.device.type != "cpu":
+                            continue
+                        if id(tensor) not in moved:
+                            moved[id(tensor)] = _stand_in(tensor, self._device)
+                            num_bytes += tensor.numel() * tensor.element_size()
+                        placed = moved[id(tensor)]
+                        # Noted first, lest an interrupt between the two leave it there.
+                        self._placed.append(_Placed(holder, key, tensor, placed, _version(tensor), _version(placed)))
+                        holder[key] = placed
+        return num_bytes
+
+    def give_back(self) -> None:
+        """Put the user's own tensors back, with what was written to them meanwhile.
+
+        Buffers that a forward made are brought to the host.
+        """
+        seen: set[int] = set()
+        with torch.inference_mode(False), torch.no_grad():
+            for record in reversed(self._placed):
+                holder, key, original, placed, *_ = record
+                if id(original) not in seen:
+                    seen.add(id(original))
+                    _bring_back(record)
+                present = holder.get(key)
+                if present is placed:
+                    holder[key] = original
+                elif isinstance(present, torch.Tensor) and present.device == self._device:
+                    holder[key] = _on_device(present, original.device)  # a forward put another tensor there
+            for holder in self._buffers:
+                for key, present in holder.items():
+                    if isinstance(present, torch.Tensor) and present.device == self._device:
+                        holder[key] = _on_device(present, torch.device("cpu"))
+        self._placed.clear()
+        self._buffers.clear()
+
+
+def _bring_back(record: _Placed) -> None:
+    """Bring what was written on the device, and a gradient, to the user's tensor."""
+    original, placed = record.original, record.placed
+    if placed.grad is not None:
+        original.grad, placed.grad = placed.grad.to(original.device), None
+    unseen = _version(placed) == record.placed_version  # but the kernels of some norms raise no version
+    if unseen and _version(original) != record.original_version:
+        return
+    present = placed.detach().to(original.device)
+    if not _same_bytes(present, original):
+        with torch.inference_mode(original.is_inference()):
+            original.detach().copy_(present)
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.layout is not torch.strided or type(left) is not torch.Tensor:
+        return False
+    return torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))
+
+
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    placed = _on_device(tensor, device)
+    return torch.Tensor._make_subclass(OnDevice, placed) if type(placed) is torch.Tensor else placed
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    placed = tensor.detach().to(device)
+    if isinstance(tensor, nn.Parameter):
+        placed = nn.Parameter(placed, tensor.requires_grad)
+        placed.__dict__.update(tensor.__dict__)
+    return placed
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

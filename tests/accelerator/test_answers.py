@@ -1,0 +1,165 @@
+"""What modules answer while they stream to a device, and that copies of them hold true values."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.accelerator.cases import WIDTH, Counting, Tied, call
+from tests.accelerator.kit import equal, fresh, here, on_host, streaming, twin_on
+from tests.clients.pipelines import stable_diffusion
+from tests.kit import mlp
+
+EMU = "emu:0"
+
+
+@pytest.fixture(autouse=True)
+def eager() -> None:
+    """A machine of its own."""
+    fresh()
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    """Two tiny layers."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_every_tensor_of_a_streamed_module_is_on_the_device() -> None:
+    module = Counting()
+    with torch.no_grad(), streaming(module):
+        for number in range(3):
+            assert {str(p.device) for p in module.parameters()} == {EMU}
+            assert {str(b.device) for b in module.buffers()} == {EMU}
+            assert str(module.layers[0].weight.device) == EMU
+            assert next(module.parameters()).device == torch.device(EMU)
+            call(module, number)
+
+
+def test_a_transformers_model_generates_as_its_twin() -> None:
+    module = llama()
+    twin = twin_on(module)
+    ids = torch.arange(1, 7, device=here.name)[None]
+    expected = twin.generate(ids, max_new_tokens=4, do_sample=False)
+    with streaming(module, keeps=True):
+        assert str(module.device) == EMU
+        found = module.generate(ids, max_new_tokens=4, do_sample=False)
+    equal(on_host(found), on_host(expected))
+
+
+def test_a_diffusers_pipeline_executes_on_the_device() -> None:
+    torch.manual_seed(0)
+    built = stable_diffusion()
+    pipe: Any = built.modules
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    torch.manual_seed(0)
+    twin = stable_diffusion()
+    for part in twin.modules.components.values():
+        if isinstance(part, nn.Module):
+            part.to(here.name)
+    with torch.no_grad():
+        expected = twin.call()
+        with streaming(parts, keeps=True):
+            assert str(pipe.device) == EMU
+            assert str(pipe._execution_device) == EMU
+            found = [built.call() for _ in range(2)]
+        for output in found:
+            equal(on_host(output), on_host(expected))
+    assert pipe.device.type == "cpu"
+
+
+def test_a_state_dict_that_is_saved_holds_true_values(tmp_path: Path) -> None:
+    module = Counting()
+    twin = twin_on(module)
+    with torch.no_grad(), streaming(module):
+        for number in range(3):
+            call(module, number)
+            call(twin, number)
+        buffer = io.BytesIO()
+        torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, map_location="cpu")
+    expected = {name: value.cpu() for name, value in twin.state_dict().items()}
+    assert list(loaded) == list(expected)
+    equal(list(loaded.values()), list(expected.values()))
+
+
+def test_a_state_dict_taken_in_a_forward_stays_true() -> None:
+    module = mlp(6, WIDTH)
+    reference = copy.deepcopy(module.state_dict())
+    taken: list[dict[str, torch.Tensor]] = []
+    module[6].register_forward_hook(lambda *_: taken.append(module.state_dict()))
+    with torch.no_grad(), streaming(module):
+        for number in range(4):
+            call(module, number)
+        for state in taken:
+            equal(on_host(list(state.values())), list(reference.values()))
+        del state
+        taken.clear()
+
+
+def test_a_model_is_saved_while_it_streams(tmp_path: Path) -> None:
+    module = llama()
+    ids = torch.arange(1, 7)[None]
+    with torch.no_grad():
+        expected = module(ids).logits
+        with streaming(module):
+            module(ids.to(here.name))
+            module.save_pretrained(tmp_path)
+            module(ids.to(here.name))
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        equal([again(ids).logits], [expected])
+
+
+@pytest.mark.parametrize("build", [lambda: mlp(6, WIDTH), Tied, Counting])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_is_whole_and_does_not_stream(build: Any, how: Any) -> None:
+    module = build()
+    reference = copy.deepcopy(module.state_dict())
+    with torch.no_grad(), streaming(module, idle=True):
+        copied = how(module)
+    for param in copied.parameters():
+        assert type(param) is nn.Parameter
+        assert param.device.type == "cpu"
+    equal([value.cpu() for value in copied.state_dict().values()], list(reference.values()))
+
+
+def test_values_that_are_loaded_reach_masters_and_device() -> None:
+    module, other = mlp(6, WIDTH, 0), mlp(6, WIDTH, 1)
+    twin = twin_on(other)
+    with torch.no_grad(), streaming(module):
+        for number in range(3):
+            call(module, number)
+        module.load_state_dict(other.state_dict())
+        for number in range(3):
+            equal(on_host(call(module, number)), on_host(call(twin, number)))
+    equal(list(module.state_dict().values()), list(other.state_dict().values()))
+
+
+def test_reads_outside_a_forward_give_true_values_on_the_device() -> None:
+    module = mlp(6, WIDTH)
+    reference = module[4].weight.detach().clone()
+    with torch.no_grad(), streaming(module) as handle:
+        call(module, 0)
+        value = module[4].weight * 1
+        assert str(value.device) == EMU
+        equal(on_host(value), [reference])
+        equal(on_host(module[4].weight[2]), [reference[2]])
+        assert handle.telemetry.faults
+        del value
