@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -50,7 +51,8 @@ def _show(result: Result, bench: Bench) -> None:
     console = Console(width=max(100, Console().width), highlight=False)
     console.print(f"{result.bench}: {result.claim}\n{result.command}\n{result.machine}", soft_wrap=True)
     console.print(_table_of_figures(result, bench))
-    console.print(_table_of_rows(result.rows))
+    for _, rows in groupby(result.rows, key=tuple):  # rows with the same columns
+        console.print(_table_of_rows(list(rows)))
 
 
 def _table_of_figures(result: Result, bench: Bench) -> Table:

@@ -6,32 +6,45 @@ import argparse
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fmstream.errors import FmstreamError
+from fmstream.errors import ConfigError, FmstreamError
+
+if TYPE_CHECKING:
+    from fmstream.report import Report
 
 EXAMPLES = """\
 examples:
+  fmstream run --memory 6GiB generate.py   run a script; its models stream, it stays as it is
   fmstream report report.json              show what bounded a run, and what would help
   fmstream report report.json --json       the same as JSON, for other programs
   fmstream report report.json --png r.png  draw its steps, bounds and link times
+  fmstream plan svd --gpu rtx4070-laptop   what streaming would give; needs neither model nor card
   fmstream policies                        list the policies that policy= accepts
 
-A report is what result.report.save("report.json") writes after fmstream.run(...).
+A report is what fmstream run --report report.json writes, and result.report.save("report.json").
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, or 2 for an input that cannot be used."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, passed_on = _split(given)
     parser = _make_parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_args(own, argparse.Namespace(arguments=passed_on))
     if options.version:
         return _version()
     if options.command is None:
         parser.print_help()
         return 0
+    handler: Callable[[argparse.Namespace], int] = options.handler
+    if handler is _run:
+        return _run(options)  # what else the script raises is its own
     try:
-        status: int = options.handler(options)
+        status = handler(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough; keep the interpreter from flushing into the closed pipe at exit.
@@ -56,15 +69,84 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
+    run = commands.add_parser(
+        "run",
+        help="run a script whose models stream",
+        usage="fmstream run [options] SCRIPT [options] [--] [arguments of the script]",
+        allow_abbrev=False,
+        description="Run a Python script unchanged. Its diffusers pipelines, transformers models and other modules "
+        "stream from their first call on, under one memory for all; the report is printed to stderr at the end.",
+        epilog="Options may also stand right behind the script; the first argument that is none of them, or --, "
+        "begins the script's own.",
+    )
+    _add_run_options(run)
+    run.add_argument("script", metavar="SCRIPT", help="the script")
+    run.set_defaults(handler=_run)
+
     report = commands.add_parser("report", help="show a saved report", description="Show a saved report.")
     report.add_argument("file", metavar="FILE", help="what Report.save wrote")
     report.add_argument("--json", action="store_true", help="print JSON instead of a table")
     report.add_argument("--png", metavar="OUT", help="also draw it into this PNG file")
     report.set_defaults(handler=_report)
 
+    plan = commands.add_parser(
+        "plan",
+        help="what streaming would give for a model on a card",
+        description="Run one step of a real-size model dry on an emulated card, and show what each policy would make "
+        "of it with how much memory. Needs neither the card nor the weights; cards are estimates, not measured.",
+    )
+    _add_plan_options(plan)
+    plan.set_defaults(handler=_plan)
+
     policies = commands.add_parser("policies", help="list the policies", description="List the policies.")
     policies.set_defaults(handler=_policies)
     return parser
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--memory", help="for weights: 6GiB, 512MB, 50%%, auto (the default), or none")
+    parser.add_argument("--policy", help="one of those that fmstream policies lists")
+    parser.add_argument("--device", help="where to compute, such as cpu")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with these and all other options")
+    parser.add_argument("--progress", action="store_true", default=None, help="show the progress on the terminal")
+    parser.add_argument("--report", metavar="FILE", help="save the report there, as JSON")
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="wan2.1-i2v-14b, svd, flux or another example; a model's folder; module:function",
+    )
+    parser.add_argument("--gpu", required=True, help="the card, such as rtx4070-laptop, rtx4090 or h200")
+    parser.add_argument("--memory", help="play the runtime itself with so much for weights: 4GiB, 50%%, auto")
+    parser.add_argument("--verify", action="store_true", help="play it with auto too, beside what is predicted")
+    for name in ("frames", "height", "width", "batch"):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help="of the step; usual for the model if left out")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens that a language model has seen before")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
+    parser.add_argument("--out", metavar="FOLDER", help="save plan.json and the picture plan.png there")
+
+
+def _split(given: list[str]) -> tuple[list[str], list[str]]:
+    """What ``fmstream run`` reads itself, and the arguments of the script."""
+    if given[:1] != ["run"]:
+        return given, []
+    options = argparse.ArgumentParser(add_help=False)
+    _add_run_options(options)
+    takes_value = {name: action.nargs != 0 for action in options._actions for name in action.option_strings}
+    script_seen, at = False, 1
+    while at < len(given):
+        name, assigned, _ = given[at].partition("=")
+        if name in takes_value:
+            at += 2 if takes_value[name] and not assigned else 1
+        elif script_seen:
+            break
+        else:
+            script_seen = not name.startswith("-")
+            at += 1
+    behind = given[at:]
+    return given[:at], behind[1:] if behind[:1] == ["--"] else behind
 
 
 def _version() -> int:
@@ -72,6 +154,49 @@ def _version() -> int:
 
     print(f"fmstream {installed_version(DISTRIBUTION)}")
     return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from fmstream.config import StreamConfig
+    from fmstream.doors.script import find_script, run_script, streaming
+    from fmstream.policies import get
+
+    names = ("memory", "policy", "device", "progress")
+    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if chosen.get("memory") == "none":
+        chosen["memory"] = None
+    file: str | None = options.report
+    try:
+        config = StreamConfig.from_options(options.config, **chosen)
+        get(config.policy)
+        find_script(options.script)
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ConfigError(f"--report {file}: there is no such folder: give a file in one that exists")
+        with _reports_at_the_end(file) as reports, streaming(config, reports):
+            run_script(options.script, options.arguments)
+    except FmstreamError as error:
+        print(f"fmstream: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextmanager
+def _reports_at_the_end(file: str | None) -> Iterator[list[Report]]:
+    """Print what was measured to stderr, also where the script failed, and save it."""
+    from fmstream.report.terminal import print_report
+
+    reports: list[Report] = []
+    try:
+        yield reports
+        if not reports:
+            print("fmstream: the script called no model", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        for number, report in enumerate(reports, start=1):
+            print_report(report, sys.stderr)
+            if file is not None:
+                # Models that did not stream together have a report each.
+                report.save(file if number == 1 else Path(file).with_stem(f"{Path(file).stem}-{number}"))
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -88,6 +213,26 @@ def _report(options: argparse.Namespace) -> int:
         from fmstream.report.terminal import print_report
 
         print_report(report)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from fmstream.doors.inputs import Size
+    from fmstream.doors.plan_command import make_page
+    from fmstream.report.plan_page import render_plan
+
+    size = Size(options.frames, options.height, options.width, options.batch, options.tokens)
+    folder = None if options.out is None else Path(options.out)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    drawn = folder is not None
+    page = make_page(options.target, options.gpu, size, memory=options.memory, verify=options.verify, drawn=drawn)
+    if folder is not None:
+        from fmstream.report.plan_plot import save_plan_png
+
+        (folder / "plan.json").write_text(page.to_json() + "\n", encoding="utf-8")
+        save_plan_png(page, folder / "plan.png")
+    print(page.to_json() if options.json else render_plan(page))
     return 0
 
 

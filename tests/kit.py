@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fmstream
 from fmstream.doors.stream import Stream
-from fmstream.payloads.absent import Absent, Bound
+from fmstream.payloads.absent import Absent
+from fmstream.payloads.bound import Bound
 from tests.clients.client import flat
 
 

@@ -72,7 +72,7 @@ def save_timeline_png(
             "draw; choose other seconds, or run with at least one pass"
         )
     lanes = order_lanes(spans)
-    figure = _make_figure(11, 1.7 + 0.5 * len(lanes))
+    figure = make_figure(11, 1.7 + 0.5 * len(lanes))
     axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
         _draw_lane(axes, row, lane, [span for span in shown if span.lane == lane], window)
@@ -90,7 +90,7 @@ def save_report_png(report: Report, path: str | Path) -> None:
     """
     if not report.roots:
         raise ConfigError("the report has no pass: nothing to draw")
-    figure = _make_figure(11, 1.9 + 0.75 * len(report.roots))
+    figure = make_figure(11, 1.9 + 0.75 * len(report.roots))
     axes = figure.add_subplot()
     for row, root in enumerate(report.roots):
         _draw_root(axes, row, root)
@@ -108,7 +108,8 @@ def save_report_png(report: Report, path: str | Path) -> None:
     figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
-def _make_figure(width: float, height: float) -> Figure:
+def make_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches.  Raises ``ConfigError`` if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
