@@ -23,11 +23,11 @@ from bench.scenarios import (
     switching_passes,
     without_fence,
 )
-from fmstream.actors.loads import Loads
 from fmstream.actors.runs import Loaded
 from fmstream.actors.staging import StagingRing
 from fmstream.actors.uploads import Uploads
 from fmstream.device.accelerator import Accelerator, DeviceSlab
+from fmstream.payloads.master import Master
 
 
 class Breaker(NamedTuple):
@@ -115,9 +115,7 @@ OURS: tuple[Breaker, ...] = (
     Breaker("copies to a new slab wait for its memory", _without_both_barriers, pinned_passes),
     Breaker("memory is unpinned behind its copies", lambda: without(Accelerator, "settle"), lone_passes),
     Breaker("a slab that is dropped outlives its streams", lambda: without(DeviceSlab, "used_on"), side_stream),
-    Breaker(
-        "an edit of weights follows their copy", lambda: replaced(Uploads, "land", lambda _: Loads.land), edited_passes
-    ),
+    Breaker("an edit of weights follows their copy", lambda: without(Master, "_settle"), edited_passes),
     Breaker(
         "staging is kept until it was copied", lambda: replaced(StagingRing, "leave", _left_at_once), staged_passes
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fmstream.core.climb import improve
+from fmstream.core.climb import GOOD_ENOUGH, improve
 from fmstream.core.drafts import SPACINGS, TIE, Choice, Draft, Drawing, all_resident
 from fmstream.core.outlook import Outlook
 from fmstream.core.plan import Costs, Limits, Plan
@@ -26,6 +26,7 @@ NEAR = 0.02
 """Drafts of the first round that are within this share of the fastest are judged in all worlds."""
 REFINED = 4
 """Choices whose spacing is varied in the second round."""
+AMPLE = 2
 CLIMBED = 2
 """Drafts that are improved in single places in the third."""
 
@@ -79,12 +80,18 @@ def _respaced(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def _draw(drawing: Drawing, choices: Iterable[Choice]) -> dict[Choice, Draft]:
-    """Draw the choices, those with the lowest bound and the smallest window first, while they can still win."""
+    """Draw the choices, those with the lowest bound and the smallest window first, while they can still win.
+
+    Where a window is enough for computing alone to count, one more than `AMPLE` times as large only moves more.
+    """
     drawn, best = dict[Choice, Draft](), float("inf")
+    enough, free = drawing.room_pages, drawing.trace.seconds * (1 + GOOD_ENOUGH)
     for choice in sorted(choices, key=lambda choice: (drawing.bound(choice.window_pages), choice.window_pages)):
-        if best * (1 + TIE) < drawing.bound(choice.window_pages):
+        if best * (1 + TIE) < drawing.bound(choice.window_pages) or choice.window_pages > AMPLE * enough:
             break
         if (draft := drawing.draw(choice)) is not None:
             drawn[choice] = draft
             best = min(best, draft.seconds)
+            if draft.seconds <= free:
+                enough = min(enough, choice.window_pages)
     return drawn

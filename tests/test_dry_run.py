@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fmstream
 from fmstream import emulator
-from fmstream.doors.dry_run import DryRun, emulated_card, without_memory
+from fmstream.doors.dry_run import DryRun, emulated_card, unknown_values, without_memory
 from fmstream.doors.subjects import Subject
 from fmstream.errors import ConfigError, MemoryBudgetError
 
@@ -118,3 +119,16 @@ def test_an_unknown_card_is_refused_and_pytorch_is_as_before_afterwards() -> Non
     with emulated_card("h200"):
         assert torch.Tensor.item is not before
     assert torch.Tensor.item is before
+
+
+def test_auto_takes_little_before_it_has_seen_a_pass(card: emulator.Card) -> None:
+    """The user's own tensors are made before the first call: they find the card free."""
+    given = subject(256)
+    emulator.reset(card, execution="dry", capacity=2 * WEIGHTS_BYTES)
+    with unknown_values(), torch.no_grad():
+        module = without_memory(given.module)
+        with fmstream.stream(module, device="emu", memory="auto", pinned=1 << 40) as handle:
+            held = torch.get_device_module("emu").max_memory_allocated()
+            args, _ = given.inputs(torch.device("emu"))
+            assert handle(*args).shape == (256, WIDTH)
+    assert held < 2.5 * WEIGHTS_BYTES / LAYERS

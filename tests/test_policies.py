@@ -216,3 +216,16 @@ def test_every_plan_is_sound(
     )
     assert again == pytest.approx(made.predicted.seconds)
     assert made == policies.get(policy)(trace, limits, costs), "a policy is a pure function"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.75])
+def test_a_module_much_larger_than_the_others_stays_where_the_link_bounds(share: float) -> None:
+    """Language models begin and end with one: a window that holds it would be lost to residents."""
+    layers = [MIB] * 60
+    sizes = [10 * MIB, *layers, 10 * MIB]
+    seconds = 0.05 * sum(sizes) / RATE
+    trace = flat(sizes, [seconds * size / sum(sizes) for size in sizes])
+    made = plan("overlap_async", trace, share)
+    assert {0, len(sizes) - 1} <= made.resident
+    assert made.window_bytes <= 5 * MIB
+    assert made.predicted.seconds <= ideal(trace, share) + 4 * MIB / RATE

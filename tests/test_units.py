@@ -52,6 +52,24 @@ def test_an_outer_call_that_fits_is_one_group_with_what_is_inside() -> None:
     assert not result.resident
 
 
+def test_an_outer_call_that_binds_little_keeps_it_and_frees_what_is_inside() -> None:
+    """A block with a table of its own is streamed module by module."""
+    result = cut(nested(LARGE, 20 * LARGE), limits(400 * LARGE))
+    assert result.resident == {1}
+    assert [group.params for group in result.groups] == [(0,), (2,), (3,), (4,), (5,)]
+    assert not cut(nested(2 * LARGE, 20 * LARGE), limits(400 * LARGE)).resident
+
+
+def test_what_outer_calls_keep_is_five_per_cent_of_the_memory_at_most() -> None:
+    calls = []
+    for block in range(30):
+        calls.append(Call(2 * block, (2 * block,), block, block + 1.0))
+        calls.append(Call(2 * block + 1, (2 * block + 1,), block + 0.2, block + 0.8, parent=2 * block))
+    result = cut(Trace(tuple(calls), (LARGE, 40 * LARGE) * 30, 30.0), limits(170 * LARGE))
+    assert len(result.resident) == 8
+    assert [len(group.params) for group in result.groups] == [1] * 8 + [2] * 22
+
+
 def test_an_outer_call_that_does_not_fit_keeps_its_own_and_frees_what_is_inside() -> None:
     result = cut(nested(LARGE, LARGE), limits(15 * LARGE))
     assert result.resident == {1}

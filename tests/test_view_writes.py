@@ -232,3 +232,17 @@ def test_a_compiled_function_takes_views() -> None:
     twin = copy.deepcopy(module)
     with streamed(module):
         agree(module, twin, X, times=4)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.6])
+def test_an_offset_into_the_storage_is_one_into_the_weight(fraction: float) -> None:
+    class Strided(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            row = self.weight.as_strided((self.in_features,), (1,), 2 * self.in_features)
+            return super().forward(x) + row + self.weight[1:].as_strided((4,), (2,), 8).sum()
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Strided(32, 32) for _ in range(6))).eval()
+    twin = copy.deepcopy(module)
+    with streamed(module, fraction):
+        agree(module, twin, noise(2, 32), times=4)

@@ -417,6 +417,11 @@ class Executor:
         return len(self._everything())
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of fast memory that are allocated."""
+        return self.arena.num_bytes if self.slab is not None else 0
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of the residents."""
         return self.residents.run.num_bytes if self.residents is not None else 0

@@ -50,7 +50,7 @@ class Loads:
 
     def tape(self) -> Tape:
         """What takes the times of a pass that begins now."""
-        return HostTape(self.telemetry, lambda: self.waited)
+        return HostTape(self.telemetry, self)
 
     def homes_changed(self) -> None:
         """Masters may lie elsewhere by now."""

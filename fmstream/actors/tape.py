@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,22 +53,29 @@ class Tape(Protocol):
         """Stamps as seconds on the compute clock; negative ones are left as they are."""
 
 
+class Waiting(Protocol):
+    """Counts the seconds that computing waited for weights."""
+
+    waited: float
+
+
 class HostTape:
     """The host's own clock, less what the compute actor waited."""
 
     timed = True
 
-    def __init__(self, telemetry: Telemetry, waited: Callable[[], float]) -> None:
+    def __init__(self, telemetry: Telemetry, waiting: Waiting) -> None:
         self._telemetry = telemetry
-        self._waited = waited
-        self._waited_before = waited()
+        self._waiting = waiting
+        self._waited_before = waiting.waited
         self.seconds = 0.0
         self.waited = 0.0
         self.start = time.perf_counter()
+        self._zero = self.start - self._waited_before
 
     def stamp(self) -> Stamp:
         """Seconds on the compute clock."""
-        return time.perf_counter() - self.start - (self._waited() - self._waited_before)
+        return time.perf_counter() - self._zero - self._waiting.waited
 
     def mark(self) -> Stamp:
         """Seconds on the timeline."""
@@ -86,7 +93,7 @@ class HostTape:
     def end(self) -> None:
         """The pass is over."""
         self.seconds = time.perf_counter() - self.start
-        self.waited = self._waited() - self._waited_before
+        self.waited = self._waiting.waited - self._waited_before
 
     def is_done(self) -> bool:
         """All times are known at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 
 from fmstream.core.plan import Costs, Limits, Plan
 from fmstream.core.policy import Policy
@@ -32,7 +33,7 @@ def least_memory(trace: Trace, limits: Limits, costs: Costs, policy: Policy, tol
     low = _too_few_pages(trace, limits, costs, allowed)
     high = limits.memory_bytes // limits.page_bytes
     while high - low > max(1, int(PRECISION * high)):
-        middle = (low + high) // 2
+        middle = max(low + 1, isqrt(low * high))
         made = _plan(trace, replace(limits, memory_bytes=middle * limits.page_bytes), costs, policy)
         if made is not None and made.predicted.seconds <= allowed:
             high = middle
@@ -42,9 +43,10 @@ def least_memory(trace: Trace, limits: Limits, costs: Costs, policy: Policy, tol
 
 
 def _too_few_pages(trace: Trace, limits: Limits, costs: Costs, allowed: float) -> int:
-    """Pages with which what is not there when a pass begins would take longer than allowed, whatever the plan."""
+    """Pages that do not hold the largest parameter, or with which what is not there would take longer than allowed."""
     moved = allowed * costs.bytes_per_second
-    return max(0, int((trace.num_bytes - moved) / limits.page_bytes) - 1)
+    largest = max((trace.sizes[param] for param in trace.params), default=0)
+    return max(0, int(max(trace.num_bytes - moved, largest) / limits.page_bytes) - 1)
 
 
 def _plan(trace: Trace, limits: Limits, costs: Costs, policy: Policy) -> Plan | None:

@@ -24,7 +24,7 @@ TIE = 0.005
 """Drafts whose times differ by less than this share count as equally fast,"""
 COMPUTE_TIE = 0.02
 """and so do those that are within this share of computing alone: each byte that they move costs memory bandwidth."""
-LARGE_SHARE = 0.75
+LARGE_SHARE = 0.9
 """Share of the memory that the largest units may take as residents, so that the window need not hold them,"""
 CAP_STEP = 0.8
 """where the next ones are smaller than this share of them,"""

@@ -239,7 +239,13 @@ class Master:
         if as_array and self.keeper.is_in_pass and self.device.type == "cpu":
             self.leave_in_place()
         self.keeper.note_exposed(self)
+        self._settle()
         return self.memory()
+
+    def _settle(self) -> None:
+        """Let no device be reading the master's memory."""
+        if self.device.type != "cpu":
+            self.keeper.settle()
 
     def plain(self, is_param: bool) -> torch.Tensor:
         """The value as an ordinary tensor or parameter, as it is pickled."""
@@ -285,6 +291,7 @@ class Master:
 
     def prepare_write(self) -> None:
         """Called before the master's memory is written, from where it is then brought to copies in fast memory."""
+        self._settle()
         self.to_memory()
         bound = self.bound
         if bound is not None and self.is_bound_written and self._differs(bound):

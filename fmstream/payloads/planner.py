@@ -28,7 +28,10 @@ REFINE_AFTER = (1, 3)
 """Passes on a route after which its times are taken anew: the traced pass was colder than the others."""
 DRIFT = 0.25
 DRIFT_PASSES = 3
-"""So many passes in a row, each off the prediction by more than that share, call for new times."""
+"""So many passes in a row, each off the prediction by more than that share, call for new times;"""
+PATIENCE = 4
+"""so many times as many the next time, if they led to no other plan: to make one takes time from computing."""
+MOST_PATIENCE = 2000
 
 
 class Meter:
@@ -69,6 +72,7 @@ class Planner:
         self.automatic = automatic
         """Whether to take no more memory than a pass can make use of."""
         self._off = 0
+        self._patience = DRIFT_PASSES
 
     def make(self, trace: Trace, pinned: frozenset[int], allowed: int | None = None) -> Route | None:
         """A first route for a trace; None where no plan fits, so that passes go on loading on demand.
@@ -96,8 +100,9 @@ class Planner:
         self._off = self._off + 1 if abs(seconds - predicted) > DRIFT * predicted else 0
         if route.num_refined < len(REFINE_AFTER) and route.num_passes >= REFINE_AFTER[route.num_refined]:
             return True
-        if self._off >= DRIFT_PASSES:
+        if self._off >= self._patience:
             self._off = 0
+            self._patience = min(PATIENCE * self._patience, MOST_PATIENCE)
             return True
         return False
 
@@ -108,6 +113,7 @@ class Planner:
         fits = allowed is None or route.memory_bytes <= allowed
         if better is not None and (not fits or _is_worth_it(better, route, predicted.seconds)):
             following = better
+            self._patience = DRIFT_PASSES
         else:
             following = Route(trace, route.plan, route.memory_bytes, predicted)
         following.num_passes, following.num_refined = route.num_passes, route.num_refined + 1

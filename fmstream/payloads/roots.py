@@ -35,6 +35,16 @@ class Root:
         """The route for a kind of call, else the latest one."""
         return self.routes.get(key) or self.routes.get(self.latest)
 
+    @property
+    def name(self) -> str:
+        """As the report has it."""
+        return self.site.title
+
+    def forget(self) -> None:
+        """No route is right any more."""
+        self.routes.clear()
+        self.pending = None
+
     def settle(self, check_stop: Callable[[], None]) -> None:
         """Take the route that the scheduler has made.  A first one is waited for, a better one may come later."""
         if self.pending is None or (self.pending_key in self.routes and not self.pending.done()):

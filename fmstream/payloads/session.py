@@ -6,11 +6,9 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -25,7 +23,7 @@ from fmstream.actors.tape import Timeline
 from fmstream.actors.uploads import Uploads
 from fmstream.config import StreamConfig
 from fmstream.core.arena import choose_page_bytes, num_pages
-from fmstream.core.plan import Limits, Plan, Prediction
+from fmstream.core.plan import Limits, Plan
 from fmstream.core.policy import Policy
 from fmstream.core.telemetry import PassRecord, Telemetry
 from fmstream.core.trace import Trace
@@ -35,6 +33,7 @@ from fmstream.device.opening import open_device
 from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, saved, transforms
 from fmstream.payloads.compiled import REMEDY
+from fmstream.payloads.passbook import Ended, Passbook
 from fmstream.payloads.passes import Pass, Route
 from fmstream.payloads.pinning import PinnedHomes
 from fmstream.payloads.placement import Placement
@@ -50,8 +49,6 @@ NESTED_CALLS = 3
 """Calls of modules with parameters within one another, for which a page each is set aside."""
 SMALL_SHARE = 0.05
 """A root whose weights are below this share of the memory is loaded as a whole when it is called."""
-GIVEN_BACK = 0.7
-"""Part of the memory that is still held for weights after the user's own tensors did not fit beside it."""
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _sharing = threading.Lock()
 
@@ -102,9 +99,7 @@ class Session:
         self._placement = Placement(self.device.torch_device) if accelerator else None
         self._pinned: PinnedHomes | None = None
         self._room = Room(accelerator) if accelerator else None
-        self._allowed: int | None = None
-        """Bytes of fast memory that the device was seen to have room for, None where none was missing."""
-        self._unfinished: deque[_Ended] = deque()
+        self._passbook = Passbook(self.telemetry, config.policy, self._learn)
         self._spilled = False
         self._activated = False
         """Whether a plan was put in force whose residents no pass has shown yet."""
@@ -152,13 +147,13 @@ class Session:
             telemetry.notes.append("all weights fit in the memory given: nothing is streamed")
             self._wrap_roots()
             return
-        self._smallest = totals.smallest_bytes - totals.kept_bytes
         kept = 0 if self._accelerator is not None else totals.kept_bytes
         for name in found.whole:
             note = f"{name} is compiled as a whole, and runs without the compiler while it streams: {REMEDY}"
             if note not in telemetry.notes:
                 telemetry.notes.append(note)
-        self._start_actors(sum(weights.sizes) if fits else memory - kept)
+        given = sum(weights.sizes) if fits else memory - kept
+        self._start_actors(given, totals.smallest_bytes - totals.kept_bytes)
         if self._placement is not None:
             modules = [module for root in weights.roots.values() for module in root.modules()]
             moved = self._placement.place(modules, {id(master.original) for master in weights.masters})
@@ -201,22 +196,23 @@ class Session:
                 "which is slower (raise the limit of locked memory, or close what else pins memory)"
             )
 
-    def _start_actors(self, memory: int) -> None:
+    def _start_actors(self, memory: int, smallest: int) -> None:
         config = self.config
         total = sum(self.weights.sizes)
         page_bytes = choose_page_bytes(max(1, min(memory, total)))
         frames = num_pages(total, page_bytes) if memory >= total else memory // page_bytes
-        # Only whole pages are held, and nested calls take theirs apart.
-        self._smallest = min(frames, num_pages(self._smallest, page_bytes) + NESTED_CALLS) * page_bytes
         if self._prefetch is None:
             self._prefetch = PrefetchActor(config.num_workers, config.staging_bytes, self.telemetry)
         loads = self._make_loads(self._prefetch)
         self._executor = Executor(self.weights, self.device, loads, self.telemetry, frames * page_bytes, page_bytes)
         loads.stop_reason = self.stop_reason
         automatic = config.memory == "auto" and self._accelerator is not None
-        if automatic:
-            # The user's own tensors come first, and how much they take is seen in a pass.
-            self._executor.resize(self._smallest)
+        if self._room is not None:
+            # Only whole pages are held, and nested calls take theirs apart.
+            self._room.smallest = min(frames, num_pages(smallest, page_bytes) + NESTED_CALLS) * page_bytes
+            if automatic:
+                # The user's own tensors come first, and how much they take is seen in a pass.
+                self._executor.resize(self._room.smallest)
         if self._accelerator is not None and self._meter.known is None:
             slab = self._executor.take_memory()
             assert isinstance(slab, DeviceSlab)
@@ -285,7 +281,7 @@ class Session:
                 if self._prefetch is not None:
                     steps.callback(self._prefetch.close)
                 steps.callback(self._withdraw)
-                steps.callback(self._take_times, block=True)
+                steps.callback(self._passbook.take_times, block=True)
             interrupted = False
         except Exception:
             interrupted = False
@@ -337,7 +333,7 @@ class Session:
         """Call a module that no other streamed module is calling: one pass."""
         if self.forked:
             raise ForkedError(
-                f"{site.name or type(site.module).__name__!r} streams in the process that this one was forked from: "
+                f"{site.title!r} streams in the process that this one was forked from: "
                 "close the handle before forking, or open one in the child"
             )
         if self._executor is None and not self.closed:
@@ -377,7 +373,7 @@ class Session:
         result = plain(*args, **kwargs)
         ended = time.perf_counter()
         self.telemetry.passes.append(
-            PassRecord(self._name(site), self.config.policy, began, ended, ended - began, 0.0, 0, 0, 0)
+            PassRecord(site.title, self.config.policy, began, ended, ended - began, 0.0, 0, 0, 0)
         )
         return result
 
@@ -409,10 +405,9 @@ class Session:
             with transforms.outside():
                 executor.abort_pass()
                 weights.settle_aliases()
-            if self._room is not None:
-                self._room.fail()
-                if isinstance(error, torch.OutOfMemoryError):
-                    self._give_memory_back(executor, error)
+            if self._room is not None and self._room.fail(error, executor.held_bytes):
+                for root in self._roots.values():
+                    root.forget()
             raise
         finally:
             weights.stack.clear()
@@ -455,7 +450,7 @@ class Session:
         self._key = kind_of(args, kwargs)
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
             self._load_all(executor, self.resident_plan)
-        self._take_times(block=False)
+        self._passbook.take_times(block=False)
         tape = executor.loads.tape()
         self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
         root = self._root(site)
@@ -468,7 +463,7 @@ class Session:
             tape.skip_stamps()
             weights.comparing = True
             if root.params:
-                executor.demand(self._name(site), root.params)
+                executor.demand(site.title, root.params)
             return Pass(weights, executor, site, None, tape, light=True)
         root.settle(executor.loads.check_stop)
         route = root.route(self._key)
@@ -495,20 +490,15 @@ class Session:
 
         Returns the route, or another one for less memory.
         """
-        held = executor.arena.num_bytes if executor.slab is not None else 0
         kind = (id(root.site.module), self._key)
-        allowed = room.allowed(kind, held)
         if self.planner.automatic:
-            wanted = self._smallest if route is None else route.memory_bytes
+            wanted = room.smallest if route is None else route.memory_bytes
         else:
             wanted = self.planner.limits.memory_bytes
-        if min(wanted, allowed) < wanted and kind in room.needs:
-            self._allowed = min(self._allowed or allowed, allowed)
-        if self._allowed is not None and wanted > self._allowed:
-            wanted = max(self._smallest, self._allowed)
-            if route is not None and route.memory_bytes > wanted:
-                route = self._replan(executor, root, route.trace, wanted)
-        executor.resize(wanted)
+        granted = room.grant(kind, wanted, executor.held_bytes)
+        if route is not None and route.memory_bytes > granted:
+            route = self._replan(executor, root, route.trace, granted)
+        executor.resize(granted)
         executor.take_memory()
         room.begin(kind)
         return route
@@ -522,18 +512,6 @@ class Session:
         root.pending_key = self._key
         root.settle(executor.loads.check_stop)
         return root.route(self._key)
-
-    def _give_memory_back(self, executor: Executor, error: torch.OutOfMemoryError) -> None:
-        """The user's own tensors did not fit: hold less from the next pass on, and say what would help."""
-        held = executor.arena.num_bytes
-        self._allowed = max(self._smallest, int(held * GIVEN_BACK))
-        error.add_note(
-            f"{held} bytes of the device were held for streamed weights; the next call gets by with {self._allowed}. "
-            f"To leave more room from the start give a smaller memory= (the smallest that works is {self._smallest})"
-        )
-        for root in self._roots.values():
-            root.routes.clear()
-            root.pending = None
 
     def _load_all(self, executor: Executor, plan: Plan) -> None:
         """Bring everything into fast memory, once; no pass is charged with it."""
@@ -569,8 +547,10 @@ class Session:
         streamed, seen = self._before
         plan = executor.plan
         predicted = current.route.predicted if current.route is not None and on_route else None
-        self._unfinished.append(
-            _Ended(
+        if weights.homes_changed:
+            self._count_homes()
+        self._passbook.add(
+            Ended(
                 root=root,
                 current=current,
                 on_route=on_route,
@@ -581,26 +561,16 @@ class Session:
                 predicted=predicted if plan is not None and plan.units else None,
                 seen=seen,
                 key=self._key,
-                held_bytes=executor.arena.num_bytes if executor.slab is not None else 0,
+                held_bytes=executor.held_bytes,
             )
         )
-        if weights.homes_changed:
-            self._count_homes()
-        self._take_times(block=current.tape.timed)
-
-    def _take_times(self, *, block: bool) -> None:
-        """Take the times of passes that have ended on the device; ``block`` until it has ended all."""
-        while self._unfinished and (block or self._unfinished[0].current.tape.is_done()):
-            ended = self._unfinished.popleft()
-            ended.current.take_times()
-            self._account(ended)
 
     def settle_times(self) -> None:
         """Wait until the times of all passes are known; returns at once while a pass goes on."""
         if not self.forked and self.lock.acquire(blocking=False):
             try:
                 if self.current is None:
-                    self._take_times(block=True)
+                    self._passbook.take_times(block=True)
             finally:
                 self.lock.release()
 
@@ -609,49 +579,23 @@ class Session:
         self.settle_times()
         wait([root.pending for root in self._roots.values() if root.pending is not None])
 
-    def _account(self, ended: _Ended) -> None:
-        root, current, telemetry = ended.root, ended.current, self.telemetry
-        tape = current.tape
-        root.between = tape.start - root.ended if root.ended else 0.0
-        root.ended = tape.start + tape.seconds
-        waited = tape.waited
-        if not tape.timed and ended.on_route and current.route is not None:
-            waited = max(0.0, tape.seconds - current.route.trace.seconds)
-        telemetry.passes.append(
-            PassRecord(
-                root=self._name(current.root),
-                policy=self.config.policy if ended.on_route or current.light else "trace",
-                start=tape.start,
-                end=tape.start + tape.seconds,
-                compute_seconds=tape.seconds - waited,
-                wait_seconds=waited,
-                streamed_bytes=ended.streamed_bytes,
-                resident_bytes=ended.resident_bytes,
-                window_bytes=ended.window_bytes,
-                fault_bytes=ended.fault_bytes,
-                predicted=ended.predicted,
-            )
-        )
-        if current.light or self._leaving:
-            return
-        self._meter.update(telemetry, ended.seen)
-        self._learn(ended)
-
-    def _learn(self, ended: _Ended) -> None:
+    def _learn(self, ended: Ended) -> None:
         """Decide whether this pass calls for another plan, and let the scheduler make it."""
         root, current, on_route = ended.root, ended.current, ended.on_route
+        if current.light or self._leaving:
+            return
+        self._meter.update(self.telemetry, ended.seen)
         weights, scheduler = self.weights, self._scheduler
         assert scheduler is not None
         if weights.learned:
             weights.learned = False
-            root.routes.clear()
-            root.pending = None
+            root.forget()
             return
         route, pinned = current.route, frozenset(weights.pinned)
-        allowed = self._allowed
-        if self._room is not None and self.planner.automatic:
-            room = self._room.allowed((id(root.site.module), ended.key), ended.held_bytes)
-            allowed = max(self._smallest, room if allowed is None else min(room, allowed))
+        allowed: int | None = None
+        if self._room is not None:
+            kind = (id(root.site.module), ended.key)
+            allowed = self._room.allowed(kind, ended.held_bytes) if self.planner.automatic else self._room.limit
         if route is None or not on_route:
             trace = current.trace(root.between)
             if not trace.calls:
@@ -669,27 +613,6 @@ class Session:
             work = lambda: self.planner.improve(route, trace, pinned, allowed)  # noqa: E731
         self.telemetry.replans += 1
         root.pending, root.pending_key = scheduler.submit(work), ended.key
-
-    def _name(self, site: Site) -> str:
-        return site.name or type(site.module).__name__
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A pass that the host has left; the device may be at it still."""
-
-    root: Root
-    current: Pass
-    on_route: bool
-    streamed_bytes: int
-    resident_bytes: int
-    window_bytes: int
-    fault_bytes: int
-    predicted: Prediction | None
-    seen: tuple[float, int]
-    key: Any
-    held_bytes: int
-    """Fast memory that was allocated when it ended."""
 
 
 def _after_fork_in_child() -> None:

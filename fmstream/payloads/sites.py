@@ -38,6 +38,11 @@ class Site:
     members: list[int] = field(default_factory=list)
     """Ids of all parameters in a compiled module."""
 
+    @property
+    def title(self) -> str:
+        """Its name; that of its class where it has none."""
+        return self.name or type(self.module).__name__
+
 
 @dataclass(slots=True)
 class Survey:

@@ -98,7 +98,17 @@ def _following(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _as_strided(self: Followed, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    """An offset counts from the start of the user's storage, which is not that of the memory that is shown."""
+    if storage_offset is not None:
+        start = self.start if isinstance(self, View) else self.data_ptr()
+        first = (start - self.untyped_storage().data_ptr()) // self.element_size()
+        storage_offset += first - int(self.master.original.storage_offset())
+    return torch.as_strided(self, size, stride, storage_offset)
+
+
 METHODS = {name: _following(getattr(torch.Tensor, name)) for name in _METHODS.split()}
+METHODS["as_strided"] = _following(_as_strided)
 PROPERTIES = {name: _following(getattr(torch.Tensor, name).__get__) for name in _PROPERTIES.split()}
 for _name, _method in METHODS.items():
     setattr(Followed, _name, _method)
@@ -110,9 +120,9 @@ def same_view(
     whole: torch.Tensor, span: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], byte_offset: int
 ) -> torch.Tensor:
     """The view of ``whole``, a parameter of ``span`` bytes, that begins ``byte_offset`` bytes into it."""
-    flat = whole.as_strided((span // whole.element_size(),), (1,))
+    flat = torch.as_strided(whole, (span // whole.element_size(),), (1,))
     typed = flat if dtype == flat.dtype else flat.view(dtype)
-    return typed.as_strided(size, stride, typed.storage_offset() + byte_offset // dtype.itemsize)
+    return torch.as_strided(typed, size, stride, typed.storage_offset() + byte_offset // dtype.itemsize)
 
 
 def bytes_of(tensor: torch.Tensor, span: int) -> torch.Tensor:

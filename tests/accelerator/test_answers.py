@@ -163,3 +163,21 @@ def test_reads_outside_a_forward_give_true_values_on_the_device() -> None:
         equal(on_host(module[4].weight[2]), [reference[2]])
         assert handle.telemetry.faults
         del value
+
+
+@pytest.mark.xfail(reason="a parameter that is put in on the device is refused in mid-run", strict=True)
+@pytest.mark.parametrize("how", ["parameter", "data"])
+def test_a_parameter_that_was_made_on_the_device_is_taken(how: str) -> None:
+    module = mlp(6, WIDTH)
+    twin = twin_on(module)
+    with torch.no_grad(), streaming(module, edited=True, keeps=True):
+        call(module, 0)
+        value = torch.full((WIDTH, WIDTH), 0.01, device=module[4].weight.device)
+        for part in (module, twin):
+            if how == "parameter":
+                part[4].weight = nn.Parameter(value.clone())
+            else:
+                part[4].weight.data = value.clone()
+        for number in range(3):
+            equal(on_host(call(module, number)), on_host(call(twin, number)))
+    assert module[4].weight.device.type == "cpu"

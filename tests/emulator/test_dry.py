@@ -187,3 +187,28 @@ def test_values_of_dry_host_tensors_are_refused(dry: torch.device, ask: Callable
     weight = emulator.dry_parameters(big_layers())[0].weight.detach()
     with emulator.dry_host(), pytest.raises(DryValueError):
         ask(weight)
+
+
+def test_a_dry_host_tensor_goes_to_a_device_that_is_named(dry: torch.device) -> None:
+    weight = emulator.dry_parameters(big_layers())[0].weight
+    with emulator.dry_host(), torch.no_grad():
+        assert weight.to(dry).device == dry
+        assert weight.to("emu").device == dry
+        assert weight.to("meta").is_meta
+        assert torch.empty(1 << 20, device=dry).device == dry
+
+
+def test_memory_that_is_registered_takes_weights_as_shapes_until_it_is_let_go(dry: torch.device) -> None:
+    """The runtime moves weights to memory of its own that it pins in place."""
+    memory, runtime = torch.zeros(4 * SIDE * SIDE, dtype=torch.uint8), torch.emu.cudart()
+    weight = emulator.dry_parameters(big_layers())[0].weight.detach()
+    assert runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == 0
+    part = memory[64:].view(torch.float32)[: SIDE * 8]
+    with emulator.dry_host():
+        assert is_dry(memory)
+        part.copy_(weight.flatten()[: SIDE * 8])
+        with pytest.raises(DryValueError):
+            part.sum().item()
+    assert runtime.cudaHostUnregister(memory.data_ptr()) == 0
+    assert not is_dry(memory)
+    assert part.sum().item() == 0.0
