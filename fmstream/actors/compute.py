@@ -120,6 +120,10 @@ class Executor:
             self.loads.arrive(self.residents)
             self._bind(self.residents)
 
+    def follow(self) -> None:
+        """Let the caller's present stream find in place what is shown."""
+        self.loads.follow(loaded for loaded in self._everything() if loaded.bound)
+
     # Streamed units
 
     def acquire(self, index: int) -> None:

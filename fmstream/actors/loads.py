@@ -31,6 +31,9 @@ class Loads:
     Every wait is bounded by ``POLL_SECONDS`` between looks at ``stop_reason``.
     """
 
+    has_streams = False
+    """Whether computing may go on in several streams, each of which must wait for what it uses."""
+
     def __init__(self, payload: Payload, prefetch: PrefetchActor, telemetry: Telemetry) -> None:
         self.payload = payload
         self.prefetch = prefetch
@@ -105,6 +108,9 @@ class Loads:
                 self.waited += ended - began
                 self.telemetry.spans.append(Span("wait", loaded.run.name, began, ended, loaded.run.num_bytes))
         self.raise_failure(loaded)
+
+    def follow(self, used: Iterable[Loaded]) -> None:
+        """Let what the caller computes next find runs that have arrived in place, whatever stream it is in."""
 
     def raise_failure(self, loaded: Loaded) -> None:
         """Raise why a run was not loaded, if it was not."""

@@ -60,6 +60,8 @@ class _Chunk:
 class Uploads(Loads):
     """Enqueues copies to an accelerator."""
 
+    has_streams = True
+
     def __init__(
         self,
         payload: Payload,
@@ -77,6 +79,8 @@ class Uploads(Loads):
         self._uses: list[_Use] = []
         self._users: dict[int, dict[int, Stream]] = {}
         """Streams that were let to use what a ticket brought."""
+        self._stream = -1
+        """The stream that was let to use all that is shown, or -1."""
         self._waiting: deque[_Chunk] = deque()
         """Chunks for which there is no room in staging yet."""
         self._reading: dict[int, _Chunk] = {}
@@ -226,6 +230,16 @@ class Uploads(Loads):
         if loaded.ready is not None:
             self._follow(loaded)
 
+    def follow(self, used: Iterable[Loaded]) -> None:
+        """Let the present stream wait for runs, if it has not yet."""
+        stream = self.device.current_stream().stream_id
+        if stream == self._stream:
+            return
+        for loaded in used:
+            if stream not in self._users.get(loaded.ticket, {}):
+                self._follow(loaded)
+        self._stream = stream
+
     def _follow(self, loaded: Loaded) -> None:
         """Let the present stream wait for a run, and remember that it may use it."""
         assert loaded.ready is not None
@@ -234,6 +248,8 @@ class Uploads(Loads):
         self.device.wait(loaded.ready, stream)
         loaded.slab.used_on(stream)
         self._users.setdefault(loaded.ticket, {})[stream.stream_id] = stream
+        if stream.stream_id != self._stream:
+            self._stream = -1  # the streams take turns: each call looks
 
     def _recording(self) -> StreamTape | None:
         """The tape, where it takes the times of what goes on now."""

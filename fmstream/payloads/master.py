@@ -338,6 +338,8 @@ class Master:
         if isinstance(value, Absent) and value.master is self:
             return
         plain = value.master.memory() if isinstance(value, Absent) else value
+        if plain.device == self.device and self.device.type != "cpu":
+            plain = plain.detach().to("cpu")  # the truth lies on the host
         before, shown = self.memory(), self.shown()
         with torch.inference_mode(False):
             self.original.data = plain

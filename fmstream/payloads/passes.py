@@ -102,6 +102,7 @@ class Pass:
         self._kept_until = -1
         self._kept: Loaded | None = None
         self.tape = tape
+        self.has_streams = executor.loads.has_streams
         self._mark = self.tape.mark()
         self._end = 0.0
         self.compute_seconds = 0.0
@@ -137,6 +138,8 @@ class Pass:
                     self.open_unit = unit
                     executor.acquire(unit)
                     self._mark = self.tape.mark()
+                if self.has_streams:
+                    executor.follow()
                 self.starts[index] = self.tape.stamp()
                 return index
         return self._record(site)
@@ -228,6 +231,8 @@ class Pass:
             self._lane()
             loaded = self.executor.demand(site.name, params)
             self._mark = self.tape.mark()
+        if self.has_streams:
+            self.executor.follow()
         event.start = self.tape.stamp()
         return index, loaded
 

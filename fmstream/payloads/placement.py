@@ -39,11 +39,18 @@ class Placement:
         self._device = device
         self._placed: list[_Placed] = []
         self._buffers: list[dict[str, Any]] = []
+        self._parameters: list[dict[str, Any]] = []
+        self._there_before: set[int] | None = None
+        """``id`` of parameters that were on the device when the first module came here."""
 
     def place(self, modules: Iterable[nn.Module], streamed: set[int]) -> int:
         """Move buffers, and parameters whose ``id`` is not in ``streamed``; returns the bytes that were moved."""
         moved: dict[int, torch.Tensor] = {}
         num_bytes = 0
+        modules = list(modules)
+        self._parameters = [module._parameters for module in modules]
+        if self._there_before is None:
+            self._there_before = {id(p) for holder in self._parameters for p in holder.values() if self._is_here(p)}
         with torch.inference_mode(False), torch.no_grad():
             for module in modules:
                 self._buffers.append(module._buffers)
@@ -64,7 +71,7 @@ class Placement:
     def give_back(self) -> None:
         """Put the user's own tensors back, with what was written to them meanwhile.
 
-        Buffers that a forward made are brought to the host.
+        Buffers that a forward made are brought to the host, and parameters that the user put in meanwhile.
         """
         seen: set[int] = set()
         with torch.inference_mode(False), torch.no_grad():
@@ -82,8 +89,16 @@ class Placement:
                 for key, present in holder.items():
                     if isinstance(present, torch.Tensor) and present.device == self._device:
                         holder[key] = _on_device(present, torch.device("cpu"))
+            for holder in self._parameters:
+                for present in holder.values():
+                    if self._is_here(present) and id(present) not in (self._there_before or ()):
+                        present.data = present.data.to("cpu")
         self._placed.clear()
         self._buffers.clear()
+        self._parameters.clear()
+
+    def _is_here(self, tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and tensor.device == self._device
 
 
 def _bring_back(record: _Placed) -> None:

@@ -186,14 +186,15 @@ class Session:
             self._pinned = PinnedHomes(accelerator.pins)
         limit = budget.pinned_bytes(self.config)
         in_ram = [m for m in weights.masters if not isinstance(m.home, FileHome) and not weights.is_exposed(m)]
-        refused = self._pinned.take(in_ram, limit)
+        refused = self._pinned.take(in_ram, limit - self._pinned.num_bytes)
         if refused == 0 and self.config.spill_dir is None:
-            room = min(limit - sum(m.num_bytes for m in in_ram), budget.file_bytes_to_keep())
-            refused = self._pinned.take([m for m in weights.masters if isinstance(m.home, FileHome)], room)
+            in_files = [m for m in weights.masters if isinstance(m.home, FileHome) and not weights.is_exposed(m)]
+            room = min(limit - self._pinned.num_bytes, budget.file_bytes_to_keep())
+            refused = self._pinned.take(in_files, room)
         if refused:
             telemetry.notes.append(
                 f"the system refused to pin {refused} bytes of host memory: those weights are copied through staging, "
-                "which is slower (raise the limit of locked memory, or close what else pins memory)"
+                "which is slower and changes no result (raise the limit of locked memory, or close what else pins it)"
             )
 
     def _start_actors(self, memory: int, smallest: int) -> None:
@@ -280,6 +281,8 @@ class Session:
                     steps.callback(self._scheduler.close)
                 if self._prefetch is not None:
                     steps.callback(self._prefetch.close)
+                if self._executor is not None:
+                    steps.callback(self._executor.close)
                 steps.callback(self._withdraw)
                 steps.callback(self._passbook.take_times, block=True)
             interrupted = False

@@ -201,6 +201,8 @@ def _why_not(name: str, param: torch.Tensor, device: torch.device, overlapping: 
     if param.layout is not torch.strided or param.is_quantized or param.is_conj() or param.is_neg():
         return "its layout is not strided"
     if param.device.type != "cpu":
+        if param.device == device:
+            return "it is on the device already"
         raise ConfigError(
             f"parameter {name!r} is on {param.device}: move the pipeline to the CPU; device={str(device)!r} says "
             f"where it executes"

@@ -165,7 +165,6 @@ def test_reads_outside_a_forward_give_true_values_on_the_device() -> None:
         del value
 
 
-@pytest.mark.xfail(reason="a parameter that is put in on the device is refused in mid-run", strict=True)
 @pytest.mark.parametrize("how", ["parameter", "data"])
 def test_a_parameter_that_was_made_on_the_device_is_taken(how: str) -> None:
     module = mlp(6, WIDTH)

@@ -199,7 +199,6 @@ def test_a_handle_goes_on_beside_a_read_that_stays_blocked(
         holding.latch.open()
 
 
-@pytest.mark.xfail(reason="a parameter in a file is moved to pinned memory though somebody looks into it", strict=True)
 def test_writes_through_an_array_over_a_parameter_in_a_file_are_seen(tmp_path: Path) -> None:
     fresh()
     module, _ = in_files(tmp_path)

@@ -186,7 +186,6 @@ class Woven(nn.Module):
         return left + right
 
 
-@pytest.mark.xfail(reason="a call in another stream than its unit began in does not wait for the unit", strict=True)
 @pytest.mark.parametrize("execution", ORDERS)
 def test_a_unit_that_is_used_in_two_streams(execution: Execution) -> None:
     fresh(execution)
