@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from diffusers import ModelMixin
-from diffusers.hooks.group_offloading import apply_group_offloading
 from torch import Tensor, nn
 
 import fmstream
@@ -220,6 +218,9 @@ class Play:
 
     def _leaf(self) -> Step | None:
         """diffusers' group offloading, each leaf module a group, copies on a stream; None for other libraries."""
+        from diffusers import ModelMixin
+        from diffusers.hooks.group_offloading import apply_group_offloading
+
         if not isinstance(self.subject.module, ModelMixin):
             return None
         machine = emulator.reset(self.card, execution="dry", capacity=AMPLE_BYTES, keep_timeline=False)

@@ -27,6 +27,7 @@ NEAR = 0.02
 REFINED = 4
 """Choices whose spacing is varied in the second round."""
 AMPLE = 2
+"""Windows up to so many times one that is enough are tried: others only move more."""
 CLIMBED = 2
 """Drafts that are improved in single places in the third."""
 
@@ -82,7 +83,7 @@ def _respaced(choices: Iterable[Choice]) -> list[Choice]:
 def _draw(drawing: Drawing, choices: Iterable[Choice]) -> dict[Choice, Draft]:
     """Draw the choices, those with the lowest bound and the smallest window first, while they can still win.
 
-    Where a window is enough for computing alone to count, one more than `AMPLE` times as large only moves more.
+    Once a window is enough for compute alone to set the pace, none above `AMPLE` times that one is drawn.
     """
     drawn, best = dict[Choice, Draft](), float("inf")
     enough, free = drawing.room_pages, drawing.trace.seconds * (1 + GOOD_ENOUGH)

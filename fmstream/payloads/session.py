@@ -131,7 +131,7 @@ class Session:
                 telemetry.notes.append(f"{name} ({num_bytes} bytes) stays in place: {reason}")
         self._storages = {m.original.untyped_storage().data_ptr() for m in weights.masters}
         automatic = self.config.memory == "auto" and self._accelerator is not None
-        fits = totals.fits(memory) and not automatic
+        fits = totals.fits(memory) and not (automatic and weights.masters)
         if self.config.spill_dir is not None and not self._spilled and not fits:
             weights.spill(os.fspath(self.config.spill_dir))
             self._spilled = True

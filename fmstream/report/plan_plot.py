@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 COLOURS: Final = ("#2f6db5", "#2a9d74", "#d1495b", "#b8860b", "#7b5ea7", "#5a93d1")
 HEADROOM: Final = 1.12
+LOW: Final = 0.15
+"""Share of the picture's height below which there is no room for two lines under the knee."""
 
 
 def save_plan_png(page: PlanPage, path: str | Path) -> None:
@@ -48,16 +50,17 @@ def _limit(axes: Axes, page: PlanPage, bound: list[float]) -> None:
 
 def _mark(axes: Axes, page: PlanPage) -> None:
     """The knee, with its bytes."""
-    at = page.knee_bytes / GIB
-    right = at > 0.6 * axes.get_xlim()[1]
-    axes.plot([at], [page.compute_seconds], marker="D", markersize=8, color="white", markeredgecolor=INK, zorder=5)
+    at, seconds = page.knee_bytes / GIB, page.compute_seconds
+    right, low = at > 0.6 * axes.get_xlim()[1], seconds < LOW * axes.get_ylim()[1]
+    axes.plot([at], [seconds], marker="D", markersize=8, color="white", markeredgecolor=INK, zorder=5)
+    separator = ", " if low else "\n"
     axes.annotate(
-        f"knee {format_bytes(page.knee_bytes)}\nstep = C = {format_seconds(page.compute_seconds)}",
-        (at, page.compute_seconds),
-        (-14 if right else 14, -14),
+        f"knee {format_bytes(page.knee_bytes)}{separator}step = C = {format_seconds(seconds)}",
+        (at, seconds),
+        (-36 if right else 14, 0 if low else -14),
         textcoords="offset points",
         ha="right" if right else "left",
-        va="top",
+        va="center" if low else "top",
         fontsize=9,
         color=INK,
     )
