@@ -6,6 +6,7 @@ The device must be installed; `reports_of` puts a new machine in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -17,6 +18,7 @@ import fmstream
 from fmstream import emulator
 from fmstream.actors.chunks import MoveChunk, ReadChunk, ScatterChunk
 from fmstream.actors.prefetch import PrefetchActor
+from fmstream.doors.stream import Stream
 from fmstream.emulator.backlog import Execution
 
 WIDTH: Final = 64
@@ -140,6 +142,11 @@ class Spacious(nn.Module):
         return self.layers(x)
 
 
+def _wait_for_plans(handle: Stream) -> None:
+    """Let the next pass have the plan that is being made; the device is not waited for."""
+    wait([root.pending for root in handle._session._roots.values() if root.pending is not None])
+
+
 def side_stream() -> None:
     """Passes in a stream of the user's, in one of which somebody keeps a view of a weight.
 
@@ -151,10 +158,11 @@ def side_stream() -> None:
     kept: list[Tensor] = []
     x = torch.ones(4, WIDTH, device="emu")
     side.wait_stream(device.current_stream())
-    with fmstream.stream(module, memory="50%", device="emu"):
+    with fmstream.stream(module, memory="50%", device="emu") as handle:
         with side:
             for _ in range(6):
                 x = module(x)
+                _wait_for_plans(handle)
             layer = module.layers[6]
             hook = layer.register_forward_hook(lambda layer, *_: kept.append(layer.weight[0]))
             x = module(x)
