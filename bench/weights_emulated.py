@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -50,18 +51,19 @@ def cases(*, quick: bool) -> list[Case]:
     even = [Case(table, ratio, share) for table in ("2us", "0.2us") for ratio in RATIOS for share in SHARES]
     uneven = [Case("2us", ratio, share, uneven=True) for ratio in RATIOS for share in SHARES]
     if quick:
-        even = [Case("2us", ratio, share) for ratio, share in ((0.5, 0.5), (1.0, 0.25), (1.0, 0.5), (2.0, 0.1))]
+        even = [Case("2us", ratio, share) for ratio, share in ((0.5, 0.5), (1.0, 0.25), (2.0, 0.1))]
         even += [Case("0.2us", 1.0, 0.5), Case("0.2us", 2.0, 0.25)]
         uneven = [Case("2us", 0.5, 0.25, uneven=True)]
     misled = [replace(case, seed=number) for number, case in enumerate([*even, *uneven])]
-    return [*even, *uneven, *(misled[::2] if quick else misled)]
+    return [*even, *uneven, *(misled[::3] if quick else misled)]
 
 
 @register("weights_emulated", CLAIM, BARS)
 def run(place: Workplace) -> Findings:
     """Each kind of work in a process of its own: one that installs the emulated device."""
-    rows = list(_in_process("gaps", str(int(place.quick))))
-    peers = list(_in_process("peers", str(int(place.quick))))
+    quick = str(int(place.quick))
+    with ThreadPoolExecutor() as pool:  # time is virtual: they do not disturb each other
+        rows, peers = pool.map(lambda kind: list(_in_process(kind, quick)), ("gaps", "peers"))
     plain = [row for row in rows if row["seed"] is None]
     gaps = [row["gap"] for row in plain if not row["uneven"]]
     figures = {
@@ -155,8 +157,8 @@ def peer_rows(*, quick: bool) -> Iterator[Row]:
     points = [(ratio, table) for table in ("2us", "0.2us") for ratio in RATIOS]
     for ratio, table in [(0.5, "2us")] if quick else points:
         ground = make_ground(ratio, table)
-        for row in rows(ratio, table, families=FAMILIES[:3] if quick else FAMILIES):
-            if "skipped" not in row:
+        for row in rows(ratio, table, families=FAMILIES[1:2] if quick else FAMILIES):
+            if "skipped" not in row and not (quick and "use_stream=False" in row["settings"]):
                 row |= _beside(ground, row)
             yield row
 
