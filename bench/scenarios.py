@@ -6,7 +6,6 @@ The device must be installed; `reports_of` puts a new machine in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -78,22 +77,23 @@ def pinned_passes() -> None:
         assert handle.telemetry.passes[-1].streamed_bytes
 
 
+def _passes(seed: int, number: int, **options: Any) -> None:
+    """Passes of one root, each of the output of the one before."""
+    module = stack(seed)
+    x = torch.ones(4, WIDTH, device="emu")
+    with fmstream.stream(module, device="emu", **options):
+        for _ in range(number):
+            x = module(x)
+
+
 def lone_passes() -> None:
     """One root, for which loads go on from pass to pass until the end."""
-    module = stack(8)
-    x = torch.ones(4, WIDTH, device="emu")
-    with fmstream.stream(module, memory="50%", device="emu"):
-        for _ in range(10):
-            x = module(x)
+    _passes(8, 10, memory="50%")
 
 
 def resident_passes() -> None:
     """Most of the weights stay in device memory."""
-    module = stack(5)
-    x = torch.ones(4, WIDTH, device="emu")
-    with fmstream.stream(module, memory="90%", device="emu"):
-        for _ in range(4):
-            x = module(x)
+    _passes(5, 4, memory="90%")
 
 
 def _use_memory(num_bytes: int) -> None:
@@ -103,11 +103,7 @@ def _use_memory(num_bytes: int) -> None:
 
 def staged_passes() -> None:
     """Weights that are not pinned, in a window that is smaller than what one pass needs."""
-    module = stack(2)
-    x = torch.ones(4, WIDTH, device="emu")
-    with fmstream.stream(module, memory="40%", device="emu", pinned=0):
-        for _ in range(5):
-            x = module(x)
+    _passes(2, 5, memory="40%", pinned=0)
 
 
 def edited_passes() -> None:
@@ -144,7 +140,9 @@ class Spacious(nn.Module):
 
 def _wait_for_plans(handle: Stream) -> None:
     """Let the next pass have the plan that is being made; the device is not waited for."""
-    wait([root.pending for root in handle._session._roots.values() if root.pending is not None])
+    routes = handle._session._routes
+    assert routes is not None
+    routes.settle()
 
 
 def side_stream() -> None:

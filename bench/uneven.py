@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes; a block's feed-forward part is 1 to 7 times as wide as the model, by the seed."""
-
-    num_blocks: int = 40
-    width: int = 256
-    num_heads: int = 4
-    num_features: int = 64
-    num_tokens: int = 64
-    seed: int = 0
+from bench.peers.model import Net, Shape
 
 
 class Block(nn.Module):
@@ -47,30 +36,15 @@ class Block(nn.Module):
         return x + hidden
 
 
-class Net(nn.Module):
-    """A stem, blocks and a head."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        numbers = random.Random(shape.seed)
-        self.stem = nn.Linear(shape.num_features, shape.width)
-        self.blocks = nn.ModuleList(
-            Block(shape.width, shape.num_heads, shape.width * numbers.randint(1, 7), numbers.choice((0, 0, 0, 4, 12)))
-            for _ in range(shape.num_blocks)
-        )
-        self.head = nn.Linear(shape.width, shape.num_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(1, tokens, features) to the same shape."""
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
-
-
-def build(shape: Shape) -> Net:
-    """The model on the CPU, the same at every call."""
+def build(shape: Shape, seed: int = 0) -> Net:
+    """The model on the CPU, the same at every call: feed-forward parts are 1 to 7 times as wide, by the seed."""
+    numbers = random.Random(seed)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(shape.seed)
-        return Net(shape).eval().requires_grad_(False)
+        torch.default_generator.manual_seed(seed)
+        net = Net(
+            shape,
+            lambda: Block(
+                shape.width, shape.num_heads, shape.width * numbers.randint(1, 7), numbers.choice((0, 0, 0, 4, 12))
+            ),
+        )
+    return net.eval().requires_grad_(False)

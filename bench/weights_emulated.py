@@ -138,8 +138,9 @@ def _uneven(ground: Any) -> Any:
     import torch
 
     from bench import uneven
+    from bench.peers.model import Shape
 
-    net = uneven.build(uneven.Shape())
+    net = uneven.build(Shape())
     with torch.no_grad():
         expected = net(ground.x)
     num_bytes = sum(p.numel() * p.element_size() for p in net.blocks.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stem, blocks and a head."""
+    """A stem, blocks that ``make_block`` makes, and a head."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, make_block: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
+        make_block = make_block or (lambda: Block(shape.width, shape.num_heads))
         self.stem = nn.Linear(shape.num_features, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.num_heads) for _ in range(shape.num_blocks))
+        self.blocks = nn.ModuleList(make_block() for _ in range(shape.num_blocks))
         self.head = nn.Linear(shape.width, shape.num_features)
 
     def forward(self, x: Tensor) -> Tensor:

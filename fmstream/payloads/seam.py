@@ -6,11 +6,17 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from fmstream.payloads import compiled
 from fmstream.payloads.sites import Site
 
 if TYPE_CHECKING:
     from fmstream.payloads.session import Session
+
+
+KEY = "_compiled_call_impl"
+"""What `nn.Module.__call__` takes in place of ``_call_impl``, if it is there."""
 
 
 class Seam:
@@ -55,3 +61,33 @@ class Seam:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+class Seams:
+    """The seams of a session, each with what was in its place."""
+
+    def __init__(self) -> None:
+        self._put: list[tuple[nn.Module, Seam, Any]] = []
+
+    def put(self, session: Session, site: Site) -> None:
+        """See the calls of a module."""
+        module = site.module
+        before = module.__dict__.get(KEY)
+        seam = Seam(session, site, module._call_impl if before is None else before)
+        self._put.append((module, seam, before))
+        module.__dict__[KEY] = seam
+
+    def are_replaced(self) -> bool:
+        """Whether the user compiled a module since: that takes the seam's place."""
+        return any(module.__dict__.get(KEY) is not seam for module, seam, _ in self._put)
+
+    def take_out(self) -> None:
+        """Put back what was there, except where the user compiled a module since."""
+        for module, seam, before in self._put:
+            if module.__dict__.get(KEY) is not seam:
+                continue
+            if before is None:
+                module.__dict__.pop(KEY, None)
+            else:
+                module.__dict__[KEY] = before
+        self._put.clear()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
 from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
@@ -19,28 +17,24 @@ from fmstream.actors.compute import Executor
 from fmstream.actors.loads import POLL_SECONDS, Loads
 from fmstream.actors.prefetch import PrefetchActor
 from fmstream.actors.scheduler import Scheduler
-from fmstream.actors.tape import Timeline
-from fmstream.actors.uploads import Uploads
 from fmstream.config import StreamConfig
 from fmstream.core.arena import choose_page_bytes, num_pages
 from fmstream.core.plan import Limits, Plan
 from fmstream.core.policy import Policy
 from fmstream.core.telemetry import PassRecord, Telemetry
-from fmstream.core.trace import Trace
-from fmstream.device.accelerator import Accelerator, DeviceSlab
+from fmstream.device.accelerator import Accelerator
 from fmstream.device.homes import FileHome
 from fmstream.device.opening import open_device
 from fmstream.errors import CancelledRun, ForkedError, StreamError
-from fmstream.payloads import budget, saved, transforms
+from fmstream.payloads import budget, groups, saved, transforms
+from fmstream.payloads.annex import Annex
 from fmstream.payloads.compiled import REMEDY
 from fmstream.payloads.passbook import Ended, Passbook
-from fmstream.payloads.passes import Pass, Route
-from fmstream.payloads.pinning import PinnedHomes
-from fmstream.payloads.placement import Placement
+from fmstream.payloads.passes import Pass
 from fmstream.payloads.planner import Meter, Planner
-from fmstream.payloads.room import Room
-from fmstream.payloads.roots import Root, kind_of
-from fmstream.payloads.seam import Seam
+from fmstream.payloads.roots import kind_of
+from fmstream.payloads.routes import Routes
+from fmstream.payloads.seam import Seams
 from fmstream.payloads.sites import Site
 from fmstream.payloads.weights import Weights
 from fmstream.policies import get as get_policy
@@ -49,8 +43,6 @@ NESTED_CALLS = 3
 """Calls of modules with parameters within one another, for which a page each is set aside."""
 SMALL_SHARE = 0.05
 """A root whose weights are below this share of the memory is loaded as a whole when it is called."""
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_sharing = threading.Lock()
 
 
 class Session:
@@ -85,20 +77,15 @@ class Session:
         self._close_requested = False
         self._leaving = False
         self._publish = publish
-        self._locks: list[threading.RLock] = [self.lock]
-        self._roots: dict[int, Root] = {}
-        self._wrapped: list[tuple[nn.Module, Seam, Any]] = []
-        self._storages: set[int] = set()
+        self.locks: list[threading.RLock] = [self.lock]
+        self.storages: set[int] = set()
+        self._routes: Routes | None = None
+        self._seams = Seams()
         self._executor: Executor | None = None
         self._prefetch: PrefetchActor | None = None
         self._scheduler: Scheduler | None = None
-        accelerator = self.device if isinstance(self.device, Accelerator) else None
-        self._accelerator = accelerator
-        self._timeline = Timeline(accelerator.mark(timed=True), self.telemetry.started) if accelerator else None
+        self._annex = Annex(self.device, self.telemetry) if isinstance(self.device, Accelerator) else None
         self._meter = Meter()
-        self._placement = Placement(self.device.torch_device) if accelerator else None
-        self._pinned: PinnedHomes | None = None
-        self._room = Room(accelerator) if accelerator else None
         self._passbook = Passbook(self.telemetry, config.policy, self._learn)
         self._spilled = False
         self._activated = False
@@ -110,8 +97,7 @@ class Session:
         """Put the modules into streaming.  They are as before if this fails."""
         try:
             self._survey()
-            self._share_locks()
-            _sessions.add(self)
+            groups.join(self)
         except BaseException:
             self._teardown()
             raise
@@ -121,7 +107,8 @@ class Session:
         weights, telemetry = self.weights, self.telemetry
         found = weights.survey()
         totals = budget.measure(found, weights.roots)
-        memory = budget.resolve(self.config, totals, self._accelerator, begun=begun)
+        annex = self._annex
+        memory = budget.resolve(self.config, totals, annex.device if annex else None, begun=begun)
         telemetry.weights_bytes = totals.weights_bytes
         telemetry.kept_bytes = totals.kept_bytes
         telemetry.smallest_bytes = totals.smallest_bytes
@@ -129,39 +116,41 @@ class Session:
         for name, num_bytes, reason in found.kept:
             if num_bytes:
                 telemetry.notes.append(f"{name} ({num_bytes} bytes) stays in place: {reason}")
-        self._storages = {m.original.untyped_storage().data_ptr() for m in weights.masters}
-        automatic = self.config.memory == "auto" and self._accelerator is not None
-        fits = totals.fits(memory) and not (automatic and weights.masters)
+        self.storages = {m.original.untyped_storage().data_ptr() for m in weights.masters}
+        # There, what a pass can make use of is found once one was seen.
+        fits = totals.fits(memory) and not (self._is_automatic and weights.masters)
         if self.config.spill_dir is not None and not self._spilled and not fits:
             weights.spill(os.fspath(self.config.spill_dir))
             self._spilled = True
-        if self._accelerator is not None:
-            if not fits:
-                self._pin(self._accelerator)
-        elif fits:
+        if annex is None and fits:
             self._let_ram_be()
+        elif annex is not None and not fits:
+            annex.pin(weights, self.config)
         self._count_homes()
         self.resident_plan = budget.all_resident(self.config.policy, weights) if fits else None
-        self._roots.clear()
+        self._routes = None
         if fits and not weights.masters:
             telemetry.notes.append("all weights fit in the memory given: nothing is streamed")
-            self._wrap_roots()
+            for index, (name, module) in enumerate(weights.roots.items()):
+                self._seams.put(self, Site(index, name, module))
             return
-        kept = 0 if self._accelerator is not None else totals.kept_bytes
         for name in found.whole:
             note = f"{name} is compiled as a whole, and runs without the compiler while it streams: {REMEDY}"
             if note not in telemetry.notes:
                 telemetry.notes.append(note)
+        kept = totals.kept_bytes if annex is None else 0
         given = sum(weights.sizes) if fits else memory - kept
         self._start_actors(given, totals.smallest_bytes - totals.kept_bytes)
-        if self._placement is not None:
-            modules = [module for root in weights.roots.values() for module in root.modules()]
-            moved = self._placement.place(modules, {id(master.original) for master in weights.masters})
-            if moved:
-                telemetry.notes.append(f"{moved} bytes of buffers and parameters are on the device beside the memory")
+        if annex is not None:
+            annex.place(weights.roots.values(), {id(master.original) for master in weights.masters})
         weights.install()
         for site in weights.sites:
-            self._wrap(site)
+            self._seams.put(self, site)
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether to take no more of an accelerator's memory than a pass can make use of."""
+        return self._annex is not None and self.config.memory == "auto"
 
     def _count_homes(self) -> None:
         telemetry = self.telemetry
@@ -179,24 +168,6 @@ class Session:
             weights.survey()
             weights.in_place = before
 
-    def _pin(self, accelerator: Accelerator) -> None:
-        """Bring masters to pinned memory, as far as the options and the system allow."""
-        weights, telemetry = self.weights, self.telemetry
-        if self._pinned is None:
-            self._pinned = PinnedHomes(accelerator.pins)
-        limit = budget.pinned_bytes(self.config)
-        in_ram = [m for m in weights.masters if not isinstance(m.home, FileHome) and not weights.is_exposed(m)]
-        refused = self._pinned.take(in_ram, limit - self._pinned.num_bytes)
-        if refused == 0 and self.config.spill_dir is None:
-            in_files = [m for m in weights.masters if isinstance(m.home, FileHome) and not weights.is_exposed(m)]
-            room = min(limit - self._pinned.num_bytes, budget.file_bytes_to_keep())
-            refused = self._pinned.take(in_files, room)
-        if refused:
-            telemetry.notes.append(
-                f"the system refused to pin {refused} bytes of host memory: those weights are copied through staging, "
-                "which is slower and changes no result (raise the limit of locked memory, or close what else pins it)"
-            )
-
     def _start_actors(self, memory: int, smallest: int) -> None:
         config = self.config
         total = sum(self.weights.sizes)
@@ -204,20 +175,18 @@ class Session:
         frames = num_pages(total, page_bytes) if memory >= total else memory // page_bytes
         if self._prefetch is None:
             self._prefetch = PrefetchActor(config.num_workers, config.staging_bytes, self.telemetry)
-        loads = self._make_loads(self._prefetch)
+        annex, prefetch = self._annex, self._prefetch
+        loads = annex.loads(self.weights, prefetch) if annex else Loads(self.weights, prefetch, self.telemetry)
         self._executor = Executor(self.weights, self.device, loads, self.telemetry, frames * page_bytes, page_bytes)
         loads.stop_reason = self.stop_reason
-        automatic = config.memory == "auto" and self._accelerator is not None
-        if self._room is not None:
+        if annex is not None:
             # Only whole pages are held, and nested calls take theirs apart.
-            self._room.smallest = min(frames, num_pages(smallest, page_bytes) + NESTED_CALLS) * page_bytes
-            if automatic:
+            annex.room.smallest = min(frames, num_pages(smallest, page_bytes) + NESTED_CALLS) * page_bytes
+            if self._is_automatic:
                 # The user's own tensors come first, and how much they take is seen in a pass.
-                self._executor.resize(self._room.smallest)
-        if self._accelerator is not None and self._meter.known is None:
-            slab = self._executor.take_memory()
-            assert isinstance(slab, DeviceSlab)
-            self._meter.known = self._accelerator.probe(slab.memory)
+                self._executor.resize(annex.room.smallest)
+            if self._meter.known is None:
+                self._meter.known = annex.probe(self._executor)
         self.weights.executor = self._executor
         limits = Limits(
             memory_bytes=frames * page_bytes,
@@ -225,34 +194,19 @@ class Session:
             lookahead=None if config.prefetch_window == "auto" else config.prefetch_window,
             unit_bytes=config.unit_bytes,
         )
-        self.planner = Planner(self.policy, limits, self._meter, automatic=automatic)
+        planner = Planner(self.policy, limits, self._meter, automatic=self._is_automatic)
         if self._scheduler is None:
             publish = None if self._publish is None else lambda: self._publish(self.telemetry)  # type: ignore[misc]
             self._scheduler = Scheduler(self.telemetry, publish, self._stop)
             self._scheduler.start()
-
-    def _make_loads(self, prefetch: PrefetchActor) -> Loads:
-        if self._accelerator is None:
-            return Loads(self.weights, prefetch, self.telemetry)
-        assert self._timeline is not None
-        return Uploads(self.weights, self._accelerator, prefetch, self.telemetry, self._timeline)
+        room = annex.room if annex is not None else None
+        self._routes = Routes(self.weights, self.telemetry, planner, self._scheduler, room)
 
     def _stop(self, reason: BaseException) -> None:
         """Let the run end at its next call or wait, for a reason that is not of its making."""
         self.stop_reason = reason
         if self._executor is not None:
             self._executor.loads.stop_reason = reason
-
-    def _share_locks(self) -> None:
-        """Sessions that hold some of the same memory take all their locks, in an order that all agree on."""
-        with _sharing:
-            group = [s for s in list(_sessions) if s is not self and not s.closed and s._storages & self._storages]
-            locks = {id(lock): lock for session in (self, *group) for lock in session._locks}
-            ordered = [locks[key] for key in sorted(locks)]
-            for session in list(_sessions):
-                if any(id(lock) in locks for lock in session._locks):
-                    session._locks = ordered
-            self._locks = ordered
 
     def close(self) -> None:
         """Restore the modules and stop the actors.  Idempotent; within a pass it takes effect at its end."""
@@ -275,8 +229,8 @@ class Session:
             with ExitStack() as steps:  # carried out from the last to the first, whatever one of them raises
                 steps.callback(self.weights.close_files)
                 steps.callback(self.weights.unspill)
-                if self._pinned is not None:
-                    steps.callback(self._pinned.give_back)
+                if self._annex is not None:
+                    steps.callback(self._annex.unpin)
                 if self._scheduler is not None:
                     steps.callback(self._scheduler.close)
                 if self._prefetch is not None:
@@ -291,22 +245,15 @@ class Session:
             raise
         finally:
             if not interrupted:
-                _sessions.discard(self)
+                groups.leave(self)
                 self.closed = True
 
     def _withdraw(self) -> None:
         """Take everything out of the modules again."""
-        for module, seam, before in self._wrapped:
-            if module.__dict__.get("_compiled_call_impl") is not seam:
-                continue  # the user compiled it since
-            if before is None:
-                module.__dict__.pop("_compiled_call_impl", None)
-            else:
-                module.__dict__["_compiled_call_impl"] = before
+        self._seams.take_out()
         self.weights.uninstall()
-        if self._placement is not None:
-            self._placement.give_back()
-        self._wrapped.clear()
+        if self._annex is not None:
+            self._annex.bring_back()
         if self._executor is not None:
             self._executor.close()
 
@@ -315,22 +262,6 @@ class Session:
         self._stop(CancelledRun(reason))
 
     # Calls
-
-    def _wrap_roots(self) -> None:
-        for index, (name, module) in enumerate(self.weights.roots.items()):
-            self._wrap(Site(index, name, module))
-
-    def _wrap(self, site: Site) -> None:
-        """See the calls of a module from outside all its hooks, and leave its ``forward`` alone."""
-        module = site.module
-        before = module.__dict__.get("_compiled_call_impl")
-        seam = Seam(self, site, module._call_impl if before is None else before)
-        self._wrapped.append((module, seam, before))
-        module.__dict__["_compiled_call_impl"] = seam
-
-    def _calls_changed(self) -> bool:
-        """Whether the user compiled a module since: that took the place of what sees its calls."""
-        return any(module.__dict__.get("_compiled_call_impl") is not seam for module, seam, _ in self._wrapped)
 
     def outermost(self, site: Site, plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a module that no other streamed module is calling: one pass."""
@@ -346,7 +277,7 @@ class Session:
             # A thread that a forward started: waiting for the pass would be waiting for ourselves.  Stand-ins fault.
             return plain(*args, **kwargs)
         with ExitStack() as locks:
-            for lock in self._locks:
+            for lock in self.locks:
                 while not lock.acquire(timeout=POLL_SECONDS):
                     if self.stop_reason is not None:
                         raise self.stop_reason
@@ -385,7 +316,7 @@ class Session:
         with transforms.outside():
             weights.refresh_masters()
             site = self._present(site)
-            if weights.structure_changed() or self._calls_changed():
+            if weights.structure_changed() or self._seams.are_replaced():
                 site = self._resurvey(site)
         executor = self._executor
         if executor is None:
@@ -408,9 +339,9 @@ class Session:
             with transforms.outside():
                 executor.abort_pass()
                 weights.settle_aliases()
-            if self._room is not None and self._room.fail(error, executor.held_bytes):
-                for root in self._roots.values():
-                    root.forget()
+            if self._annex is not None and self._annex.room.fail(error, executor.held_bytes):
+                assert self._routes is not None
+                self._routes.forget()
             raise
         finally:
             weights.stack.clear()
@@ -433,7 +364,7 @@ class Session:
         self.weights.executor = None
         self.weights.changed_shape = False
         self._survey(begun=True)
-        self._share_locks()
+        groups.join(self)
         self.telemetry.replans += 1
         return self._present(site)
 
@@ -447,8 +378,9 @@ class Session:
     # One pass
 
     def _begin(self, site: Site, args: Any, kwargs: dict[str, Any]) -> Pass:
-        executor, weights = self._executor, self.weights
+        executor, weights, routes = self._executor, self.weights, self._routes
         assert executor is not None
+        assert routes is not None
         weights.fault_bytes = 0
         self._key = kind_of(args, kwargs)
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
@@ -456,7 +388,7 @@ class Session:
         self._passbook.take_times(block=False)
         tape = executor.loads.tape()
         self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
-        root = self._root(site)
+        root = routes.root(site)
         if self.resident_plan is not None:
             tape.skip_stamps()
             self._show_residents(executor)
@@ -468,11 +400,8 @@ class Session:
             if root.params:
                 executor.demand(site.title, root.params)
             return Pass(weights, executor, site, None, tape, light=True)
-        root.settle(executor.loads.check_stop)
-        route = root.route(self._key)
-        if self._room is not None:
-            route = self._make_room(executor, self._room, root, route)
-        if route is not None and not root.wants_times and not self.planner.will_be_due(route):
+        route = routes.choose(executor, root, self._key)
+        if not routes.wants_times(root, route):
             tape.skip_stamps()
         if route is not None:
             if executor.plan is not route.plan:
@@ -488,34 +417,6 @@ class Session:
         self.weights.comparing, self._activated = self._activated, False
         executor.bind_residents()
 
-    def _make_room(self, executor: Executor, room: Room, root: Root, route: Route | None) -> Route | None:
-        """Hold as much memory as the route was planned for, or less where the pass needs the room.
-
-        Returns the route, or another one for less memory.
-        """
-        kind = (id(root.site.module), self._key)
-        if self.planner.automatic:
-            wanted = room.smallest if route is None else route.memory_bytes
-        else:
-            wanted = self.planner.limits.memory_bytes
-        granted = room.grant(kind, wanted, executor.held_bytes)
-        if route is not None and route.memory_bytes > granted:
-            route = self._replan(executor, root, route.trace, granted)
-        executor.resize(granted)
-        executor.take_memory()
-        room.begin(kind)
-        return route
-
-    def _replan(self, executor: Executor, root: Root, trace: Trace, memory: int) -> Route | None:
-        """A route for less memory, from the trace of the present one."""
-        scheduler, pinned = self._scheduler, frozenset(self.weights.pinned)
-        assert scheduler is not None
-        root.routes.clear()
-        root.pending = scheduler.submit(lambda: self.planner.make(trace, pinned, memory))
-        root.pending_key = self._key
-        root.settle(executor.loads.check_stop)
-        return root.route(self._key)
-
     def _load_all(self, executor: Executor, plan: Plan) -> None:
         """Bring everything into fast memory, once; no pass is charged with it."""
         began = time.perf_counter()
@@ -527,26 +428,17 @@ class Session:
             "and nothing is streamed"
         )
 
-    def _root(self, site: Site) -> Root:
-        root = self._roots.get(id(site.module))
-        if root is None:
-            weights = self.weights
-            inside = {id(module) for module in site.module.modules()}
-            params = sorted({p for other in weights.sites if id(other.module) in inside for p in other.params})
-            num_bytes = sum(weights.sizes[p] for p in params)
-            root = self._roots[id(site.module)] = Root(site, tuple(params), num_bytes)
-        return root
-
     def _finish(self, current: Pass) -> None:
-        executor, weights = self._executor, self.weights
+        executor, weights, routes = self._executor, self.weights, self._routes
         assert executor is not None
+        assert routes is not None
         current.finish()
-        if self._room is not None:
-            self._room.end()
+        if self._annex is not None:
+            self._annex.room.end()
         on_route = current.route is not None and current.on_route
         executor.end_pass()
         weights.settle_aliases()
-        root = self._root(current.root)
+        root = routes.root(current.root)
         streamed, seen = self._before
         plan = executor.plan
         predicted = current.route.predicted if current.route is not None and on_route else None
@@ -580,48 +472,10 @@ class Session:
     def settle_plans(self) -> None:
         """Wait until the plans that are being made are there; the next passes take them."""
         self.settle_times()
-        wait([root.pending for root in self._roots.values() if root.pending is not None])
+        if self._routes is not None:
+            self._routes.settle()
 
     def _learn(self, ended: Ended) -> None:
-        """Decide whether this pass calls for another plan, and let the scheduler make it."""
-        root, current, on_route = ended.root, ended.current, ended.on_route
-        if current.light or self._leaving:
-            return
-        self._meter.update(self.telemetry, ended.seen)
-        weights, scheduler = self.weights, self._scheduler
-        assert scheduler is not None
-        if weights.learned:
-            weights.learned = False
-            root.forget()
-            return
-        route, pinned = current.route, frozenset(weights.pinned)
-        allowed: int | None = None
-        if self._room is not None:
-            kind = (id(root.site.module), ended.key)
-            allowed = self._room.allowed(kind, ended.held_bytes) if self.planner.automatic else self._room.limit
-        if route is None or not on_route:
-            trace = current.trace(root.between)
-            if not trace.calls:
-                return
-            work: Callable[[], Route | None] = lambda: self.planner.make(trace, pinned, allowed)  # noqa: E731
-        else:
-            route.num_passes += 1
-            if root.pending is not None or current.skipped:
-                return
-            root.wants_times |= self.planner.is_due(route, current.tape.seconds)
-            if not root.wants_times or not current.tape.timed:
-                return
-            root.wants_times = False
-            trace = current.trace(root.between)
-            work = lambda: self.planner.improve(route, trace, pinned, allowed)  # noqa: E731
-        self.telemetry.replans += 1
-        root.pending, root.pending_key = scheduler.submit(work), ended.key
-
-
-def _after_fork_in_child() -> None:
-    for session in list(_sessions):
-        session.forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+        """Let a pass that followed its calls teach about routes, unless all is over."""
+        if self._routes is not None and not ended.current.light and not self._leaving:
+            self._routes.learn(ended)

@@ -80,7 +80,7 @@ def test_pinned_weights_stay_within_the_option(pinned: Any, machine: emulator.Ma
             call(module, number)
             session = handle._session
             staging = session._executor.loads.staging.num_bytes
-            assert session._pinned.num_bytes <= limit
+            assert session._annex.pinned_bytes <= limit
             assert machine.pinned.charged_bytes <= limit + staging
             assert staging <= uploads.STAGED_RUNS * memory_of(handle) + mmap.PAGESIZE
             assert (staging > 0) == (limit < weights_bytes(module))
