@@ -17,54 +17,62 @@ KEPT: Final = 2
 _BINS: Final = 2048
 _SHIFT: Final = 21
 """The upper 11 bits of a key choose a bin; within the bin that the threshold is in, keys are compared whole."""
-_LOWEST: Final = np.float32(-3.4028235e38)
 # Sums may be taken in any order, which is what lets them be vectorised; the GPU takes them in another one as well.
 _FAST: Final = {"reassoc", "contract", "nsz", "arcp"}
 _OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy"}
 
 
 @njit(fastmath=_FAST, **_OPTIONS)
-def _four(query, size, at, centre, radius):  # type: ignore[no-untyped-def]
-    """Bounds of four queries at once: a digest is read once for all of them."""
-    a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-    for i in range(centre.shape[0]):
-        x, y = centre[i], radius[i]
-        a += query[at, i] * x + size[at, i] * y
-        b += query[at + 1, i] * x + size[at + 1, i] * y
-        c += query[at + 2, i] * x + size[at + 2, i] * y
-        d += query[at + 3, i] * x + size[at + 3, i] * y
-    return a, b, c, d
+def _ten(query, size, at, centre, radius, page):  # type: ignore[no-untyped-def]
+    """Bounds of five queries for two pages: what is read is used often, and no sum waits for the one before it."""
+    zero = np.float32(0)
+    a, b, c, d, e = zero, zero, zero, zero, zero
+    f, g, h, k, m = zero, zero, zero, zero, zero
+    for i in range(centre.shape[1]):
+        x, y = centre[page, i], radius[page, i]
+        u, v = centre[page + 1, i], radius[page + 1, i]
+        q, s = query[at, i], size[at, i]
+        a += q * x + s * y
+        f += q * u + s * v
+        q, s = query[at + 1, i], size[at + 1, i]
+        b += q * x + s * y
+        g += q * u + s * v
+        q, s = query[at + 2, i], size[at + 2, i]
+        c += q * x + s * y
+        h += q * u + s * v
+        q, s = query[at + 3, i], size[at + 3, i]
+        d += q * x + s * y
+        k += q * u + s * v
+        q, s = query[at + 4, i], size[at + 4, i]
+        e += q * x + s * y
+        m += q * u + s * v
+    return (a, b, c, d, e), (f, g, h, k, m)
 
 
 @njit(fastmath=_FAST, **_OPTIONS)
-def _one(query, size, at, centre, radius):  # type: ignore[no-untyped-def]
+def _one(query, size, at, centre, radius, page):  # type: ignore[no-untyped-def]
     total = np.float32(0)
-    for i in range(centre.shape[0]):
-        total += query[at, i] * centre[i] + size[at, i] * radius[i]
+    for i in range(centre.shape[1]):
+        total += query[at, i] * centre[page, i] + size[at, i] * radius[page, i]
     return total
 
 
 @njit(**_OPTIONS)
-def _score(query, size, centre, radius, scale, bounds, importance, prior):  # type: ignore[no-untyped-def]
-    group = query.shape[0] - 1
-    for page in range(importance.shape[0]):
-        best = _LOWEST
-        at = 0
-        while at + 4 <= group:
-            a, b, c, d = _four(query, size, at, centre[page], radius[page])
-            bounds[at, page] = a * scale
-            bounds[at + 1, page] = b * scale
-            bounds[at + 2, page] = c * scale
-            bounds[at + 3, page] = d * scale
-            best = max(best, max(max(a, b), max(c, d)))
-            at += 4
-        while at < group:
-            one = _one(query, size, at, centre[page], radius[page])
-            bounds[at, page] = one * scale
-            best = max(best, one)
-            at += 1
-        importance[page] = best * scale
-        prior[page] = _one(query, size, group, centre[page], radius[page]) * scale
+def _score(query, size, centre, radius, scale, bounds):  # type: ignore[no-untyped-def]
+    in_fives = query.shape[0] // 5 * 5
+    in_pairs = bounds.shape[1] // 2 * 2
+    for page in range(0, in_pairs, 2):
+        for at in range(0, in_fives, 5):
+            first, second = _ten(query, size, at, centre, radius, page)
+            for i in range(5):
+                bounds[at + i, page] = first[i] * scale
+                bounds[at + i, page + 1] = second[i] * scale
+        for at in range(in_fives, query.shape[0]):
+            bounds[at, page] = _one(query, size, at, centre, radius, page) * scale
+            bounds[at, page + 1] = _one(query, size, at, centre, radius, page + 1) * scale
+    for page in range(in_pairs, bounds.shape[1]):
+        for at in range(query.shape[0]):
+            bounds[at, page] = _one(query, size, at, centre, radius, page) * scale
 
 
 @njit(**_OPTIONS)
@@ -124,27 +132,49 @@ def _take(keys, want, listed, role, new_role, histogram, inside):  # type: ignor
     return count
 
 
+@njit(fastmath=_FAST, **_OPTIONS)
+def _exp(x):  # type: ignore[no-untyped-def]
+    """e to the power of x <= 0, to about 2e-7 of itself: 2^n times a polynomial, so that loops of it are vectorised."""
+    y = max(x * np.float32(1.44269504), np.float32(-125))
+    whole = np.floor(y)
+    f = (y - whole) * np.float32(0.693147181)
+    value = np.float32(1 / 5040)
+    value = value * f + np.float32(1 / 720)
+    value = value * f + np.float32(1 / 120)
+    value = value * f + np.float32(1 / 24)
+    value = value * f + np.float32(1 / 6)
+    value = value * f + np.float32(1 / 2)
+    value = value * f + np.float32(1)
+    value = value * f + np.float32(1)
+    return value * np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(fastmath=_FAST, **_OPTIONS)
+def _masses(bound, left):  # type: ignore[no-untyped-def]
+    """Sums of the exponentials of all bounds, and of those whose ``left`` is one rather than zero."""
+    top = bound[0]
+    for page in range(bound.shape[0]):
+        top = max(top, bound[page])
+    every, rest = np.float32(0), np.float32(0)
+    for page in range(bound.shape[0]):
+        mass = _exp(bound[page] - top)
+        every += mass
+        rest += mass * left[page]
+    return every, rest
+
+
 @njit(**_OPTIONS)
-def _share_left_out(bounds, role):  # type: ignore[no-untyped-def]
+def _share_left_out(bounds, left):  # type: ignore[no-untyped-def]
     worst = np.float32(0)
     for g in range(bounds.shape[0]):
-        top = _LOWEST
-        for page in range(bounds.shape[1]):
-            top = max(top, bounds[g, page])
-        every, rest = np.float32(0), np.float32(0)
-        for page in range(bounds.shape[1]):
-            mass = np.exp(bounds[g, page] - top)
-            every += mass
-            if role[page] != CHOSEN:
-                rest += mass
-        if every > 0:
-            worst = max(worst, rest / every)
+        every, rest = _masses(bounds[g], left)
+        worst = max(worst, rest / every)
     return worst
 
 
 @njit(**_OPTIONS)
 def decide(  # type: ignore[no-untyped-def]
-    query, centre, radius, mean_cos, mean_sin, resident, scale,
+    query, centre, radius, resident, mean_cos, mean_sin, scale,
     num_pages, num_ahead, num_frames, num_sinks, num_recent,
     chosen, ahead, victims, left_out,
 ):  # fmt: skip
@@ -153,8 +183,8 @@ def decide(  # type: ignore[no-untyped-def]
     Args:
         query: float32 [N, G, D].
         centre, radius: float32 [N, P, D], the first ``num_pages`` of which are complete.
-        mean_cos, mean_sin: float32 [D].
         resident: bool [N, P].
+        mean_cos, mean_sin: float32 [D].
         scale: float32 that bounds are multiplied by.
         num_pages: pages to decide about, at most P.
         num_ahead, num_frames, num_sinks, num_recent: see `fmstream.payloads.page_select.Limits`.
@@ -163,9 +193,8 @@ def decide(  # type: ignore[no-untyped-def]
     """
     num_heads, group, dims = query.shape
     queries = np.empty((group + 1, dims), np.float32)
-    bounds = np.empty((group, num_pages), np.float32)
-    importance = np.empty(num_pages, np.float32)
-    prior = np.empty(num_pages, np.float32)
+    bounds = np.empty((group + 1, num_pages), np.float32)
+    left = np.empty(num_pages, np.float32)
     keys = np.empty(num_pages, np.uint32)
     inside = np.empty(num_pages, np.uint32)
     role = np.empty(num_pages, np.uint8)
@@ -181,14 +210,20 @@ def decide(  # type: ignore[no-untyped-def]
                 turned += query[head, g, d + half] if d < half else query[head, g, d - half]
             turned = -turned if d < half else turned
             queries[group, d] = (mean * mean_cos[d] + turned * mean_sin[d]) / np.float32(group)
-        _score(queries, np.abs(queries), centre[head], radius[head], scale, bounds, importance, prior)
+        _score(queries, np.abs(queries), centre[head], radius[head], scale, bounds)
+        prior = bounds[group]
 
         role[:] = REST
         for page in range(num_pages):
+            importance = bounds[0, page]
+            for g in range(1, group):
+                importance = max(importance, bounds[g, page])
             kept = page < num_sinks or page >= num_pages - num_recent
-            keys[page] = np.uint32(0xFFFFFFFF) if kept else min(_key(importance[page]), np.uint32(0xFFFFFFFE))
+            keys[page] = np.uint32(0xFFFFFFFF) if kept else min(_key(importance), np.uint32(0xFFFFFFFE))
         num_chosen = _take(keys, chosen.shape[1], chosen[head], role, CHOSEN, histogram, inside)
-        left_out[head] = _share_left_out(bounds, role)
+        for page in range(num_pages):
+            left[page] = role[page] != CHOSEN
+        left_out[head] = _share_left_out(bounds[:group], left)
 
         held = 0
         for page in range(num_pages):

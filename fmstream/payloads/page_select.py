@@ -17,7 +17,11 @@ that of Expected Attention (2025).
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -229,20 +233,41 @@ def _select_natively(query: torch.Tensor, digests: Digests, limits: Limits) -> C
 
     choice = _results(digests, limits)
     batch, heads, _, dims = digests.centre.shape
-    decide(
-        query.float().reshape(batch * heads, -1, dims).contiguous().numpy(),
-        *(part.flatten(0, 1).numpy() for part in (digests.centre, digests.radius)),
-        *(part.numpy() for part in digests.rotation),
-        digests.resident.flatten(0, 1).numpy(),
-        np.float32(digests.scale),
-        digests.num_pages,
-        limits.num_ahead,
-        limits.num_frames,
-        limits.num_sinks,
-        limits.num_recent,
-        *(part.flatten(0, 1).numpy() for part in (choice.chosen, choice.ahead, choice.victims, choice.left_out)),
-    )
+    results = (choice.chosen, choice.ahead, choice.victims, choice.left_out)
+    by_head = [
+        part.flatten(0, 1).numpy()
+        for part in (query.float().reshape(batch, heads, -1, dims), digests.centre, digests.radius, digests.resident)
+    ]
+    found = [part.flatten(0, 1).numpy() for part in results]
+    sizes = (digests.num_pages, limits.num_ahead, limits.num_frames, limits.num_sinks, limits.num_recent)
+
+    def decide_some(rows: slice) -> None:
+        decide(
+            *(part[rows] for part in by_head),
+            *(part.numpy() for part in digests.rotation),
+            np.float32(digests.scale),
+            *sizes,
+            *(part[rows] for part in found),
+        )
+
+    # Without the GIL, so that heads are decided side by side; each thread has at least one.
+    num_threads = min(torch.get_num_threads(), batch * heads)
+    bounds = [batch * heads * index // num_threads for index in range(num_threads + 1)]
+    parts = [slice(start, stop) for start, stop in pairwise(bounds)]
+    if len(parts) == 1:
+        decide_some(parts[0])
+    else:
+        list(_helpers().map(decide_some, parts))
     return choice
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="fmstream pages")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_helpers.cache_clear)  # its threads are not there
 
 
 def select_with_torch(query: torch.Tensor, digests: Digests, limits: Limits) -> Choice:
