@@ -84,8 +84,7 @@ def _word(num_args: int, emit: Callable[[Any, list[Any]], Any], returns: Any = t
         return context.get_dummy_value() if signature.return_type == types.void else value
 
     made = signature, generate
-    # numba counts the parameters of a definition.
-    define: Any = (
+    define: Any = (  # numba counts parameters
         lambda typing: made,
         lambda typing, a: made,
         lambda typing, a, b: made,
@@ -122,7 +121,7 @@ def _fetch(builder: Any, args: list[Any]) -> None:
     pointer = _at(builder, args[0], _I8)
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-    builder.call(fetch, [pointer, _I32(0), _I32(3), _I32(1)])  # to read, soon, data
+    builder.call(fetch, [pointer, _I32(0), _I32(2), _I32(1)])  # data to read, to the second cache: it has more room
 
 
 def _copy(kind: Any, aligned: int = 0) -> Any:
@@ -297,7 +296,7 @@ def copy_row(target, source, num_bytes):
 @native(types.void(i8, i8, i8, i8, i8, i8))
 def gather_rows(target, table, row_bytes, ids, count, known):
     """Copy ``count`` rows side by side.  ``known`` ids can be read, of which those that follow are fetched ahead."""
-    ahead = 8 if row_bytes >= 1024 else 16
+    ahead = 8 if row_bytes > 1024 else 32
     lines = min((row_bytes + LINE - 1) // LINE, MAX_AHEAD_LINES)
     past_caches = target % LINE == 0 and row_bytes % LINE == 0 and known * row_bytes >= PAST_CACHES_BYTES
     for index in range(count):
@@ -321,12 +320,9 @@ def first_bad(ids, count, num_rows):
     """Index of the first id that is not in [0, num_rows), -1 if all are."""
     least = most = 0
     for index in range(count):  # without a branch, so that it takes several at once
-        row = ld(ids + 8 * index)
-        least, most = min(least, row), max(most, row)
-    if least >= 0 and most < num_rows:
-        return -1
-    index = 0
-    while 0 <= ld(ids + 8 * index) < num_rows:
+        least, most = min(least, ld(ids + 8 * index)), max(most, ld(ids + 8 * index))
+    index = -1 if least >= 0 and most < num_rows else 0
+    while index >= 0 and 0 <= ld(ids + 8 * index) < num_rows:
         index += 1
     return index
 
