@@ -60,14 +60,14 @@ _LINE = ir.VectorType(_I64, 8)
 i8 = types.int64
 
 
-def native(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile now, without the GIL, and keep the result where numba can."""
+def native(signature: Any, nogil: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Compile now and keep the result where numba can.  Giving up the GIL is for calls that take long."""
 
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
-            return njit(signature, nogil=True, cache=True)(function)
+            return njit(signature, nogil=nogil, cache=True)(function)
         except (RuntimeError, OSError):  # no folder can be written to
-            return njit(signature, nogil=True)(function)
+            return njit(signature, nogil=nogil)(function)
 
     return compile_now
 
@@ -428,7 +428,7 @@ def take(lane):
     return False
 
 
-@native(types.void(i8))
+@native(types.void(i8), nogil=True)
 def work(lane):
     """Carry out jobs until told to stop.  The whole life of a worker is this one call."""
     outcome = lane + OUTCOME
