@@ -41,9 +41,6 @@ def run(place: Workplace) -> Findings:
     native, threads = HostWorkers(1), HostWorkers(1, native=False)
     ours = "native worker" if native.native else "Python thread (no native one here)"
     workers = {ours: native, "Python thread": threads}
-        "native worker" if native.native else "Python thread (no native one here)": native,
-        "Python thread": threads,
-    }
     found: dict[tuple[str, str], list[float]] = {(name, kind): [] for name in workers for kind in kinds}
     try:
         desk = _Desk()
