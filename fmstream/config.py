@@ -97,7 +97,10 @@ class StreamConfig:
             memory that is free), or None (no limit).
         device: where to compute: "cpu", "cuda", "cuda:1", or another device with streams; None is the CUDA card where
             there is one.
-        prefetch_window: units staged ahead of the compute actor, at least 1; "auto" lets the planner choose.
+        prefetch_window: positions staged ahead of the compute actor, at least 1: units of weights, tokens of embedding
+            tables; as far as the memory allows.  "auto" lets the planner choose.
+        cpu_offload_threshold_mb: mebibytes (2^20 bytes) of the device's memory that are to stay free: where less is,
+            residents and staged rows are given back; 0 takes what there is.
         unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
         staging: host memory through which files are read.
         num_workers: prefetch threads; while one copies out of its staging, the others keep the disk busy.
@@ -116,6 +119,7 @@ class StreamConfig:
     prefetch_window: int | Literal["auto"] = "auto"
     unit: int | str = "auto"
     staging: int | str = "8MiB"
+    cpu_offload_threshold_mb: int = 0
     num_workers: int = 3
     pinned: int | str = "auto"
     spill_dir: str | os.PathLike[str] | None = None
@@ -129,6 +133,11 @@ class StreamConfig:
         _check_window(self.prefetch_window)
         if self.unit != "auto":
             parse_size(self.unit, name="unit")
+        if not _is_int(self.cpu_offload_threshold_mb) or not 0 <= self.cpu_offload_threshold_mb <= MAX_BYTES >> 20:
+            raise ConfigError(
+                f"cpu_offload_threshold_mb={self.cpu_offload_threshold_mb!r} is no number of mebibytes to stay free: "
+                "give an int such as 1024, or 0 for none"
+            )
         if self.pinned not in ("auto", 0):
             parse_size(self.pinned, name="pinned")
         if not _is_int(self.num_workers) or not 1 <= self.num_workers <= MAX_WORKERS:
@@ -147,6 +156,11 @@ class StreamConfig:
     def unit_bytes(self) -> int | None:
         """Target bytes of a unit, None where the planner chooses."""
         return None if self.unit == "auto" else parse_size(self.unit, name="unit")
+
+    @property
+    def floor_bytes(self) -> int:
+        """Bytes of the device's memory that are to stay free."""
+        return self.cpu_offload_threshold_mb << 20
 
     @property
     def staging_bytes(self) -> int:
@@ -205,7 +219,7 @@ def _check_window(value: object) -> None:
             'prefetch_window=0 stages nothing ahead: use policy="sync" for that, or a window of at least 1'
         )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f'prefetch_window={value!r} is no number of units: give an int of at least 1, or "auto"')
+        raise ConfigError(f'prefetch_window={value!r} is no number of positions: give an int of at least 1, or "auto"')
 
 
 def _check_names(options: Mapping[str, Any], source: str) -> None:

@@ -14,6 +14,7 @@ from fmstream.core.telemetry import Telemetry
 from fmstream.doors.targets import find_call, find_roots
 from fmstream.errors import ClosedError, ConfigError
 from fmstream.payloads import budget
+from fmstream.payloads.embeddings import find_tables, least_row_bytes, release
 from fmstream.payloads.session import Session
 from fmstream.payloads.sites import survey
 from fmstream.report import Report, describe_environment
@@ -192,7 +193,10 @@ def smallest_memory(pipeline: Any, modules: Any = None) -> int:
     roots = find_roots(pipeline, modules)
     cpu = next(iter(roots.values()))
     found = survey(roots, _device_of(cpu), _Nobody(), set())
-    smallest = budget.measure(found, roots).smallest_bytes
+    tables = find_tables(found.sites, found.masters, set())
+    unbound = release(found.sites, found.masters, tables)
+    row_bytes = least_row_bytes([found.masters[index] for index in tables])
+    smallest = budget.measure(found, roots, unbound, row_bytes).smallest_bytes
     for master in found.masters:
         master.retire()
     return smallest
