@@ -310,6 +310,10 @@ class Fetch:
         self._batches.append(batch)
         return True
 
+    def tickets(self) -> list[Ticket]:
+        """Gathers that have been begun and may go on."""
+        return [batch.ticket for batch in self._batches if batch.ticket is not None]
+
     @property
     def is_whole(self) -> bool:
         """Whether nothing of it had to make room for others."""

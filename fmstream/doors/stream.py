@@ -11,6 +11,7 @@ from torch import nn
 
 from fmstream.config import MISSING, Missing, StreamConfig
 from fmstream.core.telemetry import Telemetry
+from fmstream.doors.flash import options_of
 from fmstream.doors.targets import find_call, find_roots
 from fmstream.errors import ClosedError, ConfigError
 from fmstream.payloads import budget
@@ -170,7 +171,8 @@ def stream(
             callable that uses the modules named by ``modules``.
         policy, memory, device, progress: see `StreamConfig`.
         modules: the modules to stream, where they cannot be found in ``pipeline``.
-        config: a `StreamConfig`, a mapping of its options, or the path of a TOML file; the keywords stand above it.
+        config: a `StreamConfig`, a mapping of its options, or the path of a TOML file; the keywords stand above it, and
+            it stands above a ``flash_memory_config`` that the model comes with.
         **options: any other option of `StreamConfig`.
 
     Raises:
@@ -178,7 +180,8 @@ def stream(
         MemoryBudgetError: ``memory`` is less than the least that works; the message names it.
     """
     overrides = {"policy": policy, "memory": memory, "device": device, "progress": progress, **options}
-    return Stream(pipeline, find_roots(pipeline, modules), StreamConfig.from_options(config, **overrides))
+    roots = find_roots(pipeline, modules)
+    return Stream(pipeline, roots, StreamConfig.from_options(config, options_of(pipeline, roots), **overrides))
 
 
 class _Nobody:

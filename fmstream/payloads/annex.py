@@ -25,9 +25,9 @@ from fmstream.payloads.weights import Weights
 class Annex:
     """Pinned masters, the place of what is not streamed, the device's timeline, and the room for activations."""
 
-    def __init__(self, device: Accelerator, telemetry: Telemetry) -> None:
+    def __init__(self, device: Accelerator, telemetry: Telemetry, floor_bytes: int) -> None:
         self.device = device
-        self.room = Room(device)
+        self.room = Room(device, floor_bytes)
         self._telemetry = telemetry
         self._timeline = Timeline(device.mark(timed=True), telemetry.started)
         self._placement = Placement(device.torch_device)

@@ -103,7 +103,7 @@ def allowed(config: StreamConfig, totals: Totals, accelerator: Accelerator | Non
 
 
 def resolve(config: StreamConfig, totals: Totals, memory: int, *, begun: bool = False) -> int:
-    """The ``memory`` that is allowed, if it is enough.  Once a run has ``begun`` it is not refused, but given the least.
+    """The ``memory`` that is allowed, if it is enough.  Once a run has ``begun`` it is given the least instead.
 
     Raises:
         MemoryBudgetError: less than the least that works.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -208,7 +208,7 @@ class Tables:
             self._as_weight(master)
             return None
         if ids.dtype not in (torch.int32, torch.int64) or ids.device != master.device:
-            _refuse(master, ids)
+            refuse_like_torch(ids, master.dtype, master.device)
             return None
         self._telemetry.num_lookups += 1
         if self._rows is None:
@@ -307,6 +307,12 @@ class Tables:
         if self._rows is not None:
             self._rows.reset()
 
+    def shrink(self) -> None:
+        """Get by with the least device memory from now on."""
+        if self._rows is not None and self._rows.ring_bytes > (least := self.least_bytes()):
+            self._rows.reset()
+            self._rows.ring_bytes = least
+
     def close(self) -> None:
         """Stop; may be called again."""
         self.abort_pass()
@@ -323,6 +329,6 @@ def _are_rows(ids: Ids, master: Master) -> bool:
     return len(ids) > 0 and int(ids.min()) >= 0 and int(ids.max()) < master.size[0]
 
 
-def _refuse(master: Master, ids: torch.Tensor) -> Any:
-    """Ids of a wrong type, or in a wrong place: raise what the whole table on the device would have raised."""
-    nn.functional.embedding(ids, torch.zeros((1, 1), dtype=master.dtype, device=master.device))
+def refuse_like_torch(ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """For ids of a wrong type, or in a wrong place: raise what looking them up in a table on the device would raise."""
+    nn.functional.embedding(ids, torch.zeros((1, 1), dtype=dtype, device=device))

@@ -86,9 +86,9 @@ class Session:
         self._executor: Executor | None = None
         self._prefetch: PrefetchActor | None = None
         self._scheduler: Scheduler | None = None
-        self._annex = Annex(self.device, self.telemetry) if isinstance(self.device, Accelerator) else None
-        annex_device = self._annex.device if self._annex is not None else None
-        self._tables = Tables(annex_device, self.telemetry, config, self._check_stop, self.weights.stream_table)
+        card = self.device if isinstance(self.device, Accelerator) else None
+        self._annex = Annex(card, self.telemetry, config.floor_bytes) if card is not None else None
+        self._tables = Tables(card, self.telemetry, config, self._check_stop, self.weights.stream_table)
         self.weights.tables = self._tables
         self._meter = Meter()
         self._passbook = Passbook(self.telemetry, config.policy, self._learn)
@@ -398,6 +398,8 @@ class Session:
         self._key = kind_of(args, kwargs)
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
             self._load_all(executor, self.resident_plan)
+        if self._annex is not None and self._annex.room.is_short:
+            self._tables.shrink()
         self._passbook.take_times(block=False)
         tape = executor.loads.tape()
         self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
