@@ -32,7 +32,7 @@ class Gathers:
 
     def __init__(self, num_workers: int = 1, inline_bytes: int = INLINE_BYTES) -> None:
         self._num_workers = num_workers
-        self._inline_bytes = inline_bytes
+        self.inline_bytes = inline_bytes
         self._workers: HostWorkers | None = None
 
     def begin(self, table: torch.Tensor, ids: Ids, target: torch.Tensor, keep: object = None) -> Ticket | None:
@@ -44,7 +44,7 @@ class Gathers:
             target: (len(ids), width) host tensor of the same dtype, without gaps.
             keep: what else must live until the end.
         """
-        if target.numel() * target.element_size() <= self._inline_bytes:
+        if target.numel() * target.element_size() <= self.inline_bytes:
             with torch.inference_mode(False), torch.no_grad():
                 torch.index_select(as_bits(table), 0, torch.from_numpy(ids), out=as_bits(target))
             return None

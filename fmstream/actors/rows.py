@@ -160,6 +160,22 @@ class Rows:
 
     # On the way
 
+    def bring_now(self, table: torch.Tensor, ids: Ids, out: torch.Tensor) -> bool:
+        """Bring a few rows in the present stream, which has little else to do; False if they are too many for that.
+
+        The host waits for nothing, but nothing is brought beside what is computed either.
+        """
+        num_bytes = out.numel() * out.element_size()
+        if num_bytes > self.gathers.inline_bytes or (place := self._take_staging(num_bytes, wait=False)) is None:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            staged = self._staging.bytes(place, num_bytes).view(table.dtype).view(len(ids), -1)
+            self.gathers.begin(table, ids, staged)
+        out.copy_(staged, non_blocking=True)
+        self._staging.leave(place, self.device.mark())
+        self.copied_bytes += num_bytes
+        return True
+
     def begin(self, table: torch.Tensor, ids: Ids, *, wait: bool = True) -> Batch | None:
         """Begin to bring the rows of some positions; None where that would have to ``wait`` for room."""
         rows, numbers = (ids, np.zeros(1, np.int32)) if len(ids) == 1 else np.unique(ids, return_inverse=True)

@@ -148,8 +148,16 @@ class Tables:
         """The same of the pass before: what this one is expected to ask for."""
         self._ahead: dict[tuple[int, int], tuple[Fetch, int]] = {}
         """Fetches that were begun before they were asked for, each with the table's version."""
+        self.read_ids = host_ids
+        """Brings ids to the host."""
         self._gathers = Gathers(config.num_workers)
         self._rows = None if device is None else Rows(device, self._gathers, check_stop)
+
+    def gather_with(self, gathers: Gathers) -> None:
+        """Let others gather, before the first rows are looked up."""
+        self._gathers = gathers
+        if self._rows is not None:
+            self._rows.gathers = gathers
 
     def choose(self, masters: Sequence[Master]) -> None:
         """Look rows of these tables up from now on."""
@@ -226,12 +234,14 @@ class Tables:
         if fetch is not None and (version != master.version() or not fetch.is_whole):
             fetch.drop()
             fetch = None
-        if fetch is None:
-            fetch = self._fetch(rows, master, known)
         before = rows.copied_bytes
         if len(known):
             with torch.no_grad():
-                fetch.into(out.view(-1, master.size[1]))
+                flat = out.view(-1, master.size[1])
+                if fetch is not None:
+                    fetch.into(flat)
+                elif not rows.bring_now(master.memory(), known, flat):
+                    self._fetch(rows, master, known).into(flat)
         self._seen.append(key)
         if master.keeper.is_in_pass:
             self._begin_ahead(rows, number)
@@ -252,7 +262,7 @@ class Tables:
             if known.is_of(ids):
                 return number
         version = 0 if ids.is_inference() else ids._version
-        self._known.append(_Known(ids, version, host_ids(ids)))
+        self._known.append(_Known(ids, version, self.read_ids(ids)))
         return len(self._known) - 1
 
     def _begin_ahead(self, rows: Rows, number: int) -> None:

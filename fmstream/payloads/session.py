@@ -88,8 +88,8 @@ class Session:
         self._scheduler: Scheduler | None = None
         card = self.device if isinstance(self.device, Accelerator) else None
         self._annex = Annex(card, self.telemetry, config.floor_bytes) if card is not None else None
-        self._tables = Tables(card, self.telemetry, config, self._check_stop, self.weights.stream_table)
-        self.weights.tables = self._tables
+        self.tables = Tables(card, self.telemetry, config, self._check_stop, self.weights.stream_table)
+        self.weights.tables = self.tables
         self._meter = Meter()
         self._passbook = Passbook(self.telemetry, config.policy, self._learn)
         self._spilled = False
@@ -112,7 +112,7 @@ class Session:
         weights, telemetry = self.weights, self.telemetry
         found = weights.survey()
         annex = self._annex
-        fitting = decide(weights, found, self._tables, self.config, annex.device if annex else None, begun=begun)
+        fitting = decide(weights, found, self.tables, self.config, annex.device if annex else None, begun=begun)
         totals, memory, fits = fitting.totals, fitting.memory, fitting.fits
         telemetry.weights_bytes = totals.weights_bytes
         telemetry.table_bytes = fitting.table_bytes
@@ -172,13 +172,13 @@ class Session:
             weights.in_place |= in_ram
             weights.survey()
             weights.in_place = before
-            self._tables.choose(weights.choose_tables() if self._tables.is_any else ())
+            self.tables.choose(weights.choose_tables() if self.tables.is_any else ())
 
     def _start_actors(self, memory: int, smallest: int) -> None:
         config = self.config
         total = sum(self.weights.sizes) - self.weights.unbound_bytes
         page_bytes = choose_page_bytes(max(1, min(memory, total)))
-        frames = num_pages(total, page_bytes) if memory >= total else memory // page_bytes
+        frames = max(1, num_pages(total, page_bytes) if memory >= total else memory // page_bytes)
         if self._prefetch is None:
             self._prefetch = PrefetchActor(config.num_workers, config.staging_bytes, self.telemetry)
         annex, prefetch = self._annex, self._prefetch
@@ -247,7 +247,7 @@ class Session:
                     steps.callback(self._prefetch.close)
                 if self._executor is not None:
                     steps.callback(self._executor.close)
-                steps.callback(self._tables.close)
+                steps.callback(self.tables.close)
                 steps.callback(self._withdraw)
                 steps.callback(self._passbook.take_times, block=True)
             interrupted = False
@@ -349,7 +349,7 @@ class Session:
         except BaseException as error:
             with transforms.outside():
                 executor.abort_pass()
-                self._tables.abort_pass()
+                self.tables.abort_pass()
                 weights.settle_aliases()
             if self._annex is not None and self._annex.room.fail(error, executor.held_bytes):
                 assert self._routes is not None
@@ -372,7 +372,7 @@ class Session:
     def _resurvey(self, site: Site) -> Site:
         """The modules changed: restore them, look again, and go on with new plans."""
         self._withdraw()
-        self._tables.give_back()
+        self.tables.give_back()
         self._executor = None
         self.weights.executor = None
         self.weights.changed_shape = False
@@ -399,7 +399,7 @@ class Session:
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
             self._load_all(executor, self.resident_plan)
         if self._annex is not None and self._annex.room.is_short:
-            self._tables.shrink()
+            self.tables.shrink()
         self._passbook.take_times(block=False)
         tape = executor.loads.tape()
         self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
@@ -452,7 +452,7 @@ class Session:
             self._annex.room.end()
         on_route = current.route is not None and current.on_route
         executor.end_pass()
-        self._tables.end_pass()
+        self.tables.end_pass()
         weights.settle_aliases()
         root = routes.root(current.root)
         streamed, seen = self._before
