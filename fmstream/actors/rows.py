@@ -107,10 +107,13 @@ class DeviceRing:
     def _reclaim(self) -> None:
         """Let copies wait for the last use of the oldest stretch, and take it for free."""
         place = self._taken.popleft()
-        mark = self._left.pop(place)
+        self._await_use(self._left.pop(place))
+        self._window.release(place)
+
+    def _await_use(self, mark: Mark | None) -> None:
+        """Let later copies wait for a use."""
         if mark is not None:
             self._device.wait(mark, self._device.copies)
-        self._window.release(place)
 
     def bytes(self, place: int, num_bytes: int) -> torch.Tensor:
         """The first bytes of a stretch."""
@@ -258,20 +261,24 @@ class Rows:
         while batch.slot < 0:
             assert not batch.dropped
             self._bring_on(self._gathering[0])
-        device, head = self.device, _head_bytes(batch.num_positions)
-        assert batch.ready is not None
-        assert self._ring.slab is not None
-        stream = device.current_stream()
-        device.wait(batch.ready, stream)
-        self._ring.slab.used_on(stream)
+        self._follow(batch)
+        head = _head_bytes(batch.num_positions)
         with torch.no_grad():
             there = self._ring.bytes(batch.slot, batch.num_bytes)
             numbers = there[: 4 * batch.num_positions].view(torch.int32)
             rows = there[head:].view(out.dtype).view(batch.num_rows, -1)
             torch.index_select(as_bits(rows), 0, numbers, out=as_bits(out))
         self._unused.remove(batch)
-        self._ring.leave(batch.slot, device.mark(stream))
+        self._ring.leave(batch.slot, self.device.mark())
         self.advance()
+
+    def _follow(self, batch: Batch) -> None:
+        """Let the present stream wait for a batch's copy."""
+        assert batch.ready is not None
+        assert self._ring.slab is not None
+        stream = self.device.current_stream()
+        self.device.wait(batch.ready, stream)
+        self._ring.slab.used_on(stream)
 
     def drop(self, batch: Batch) -> None:
         """Take a batch for not wanted; what was begun for it ends in its own time."""

@@ -104,8 +104,7 @@ class _Known:
 
 def host_ids(ids: torch.Tensor) -> Ids:
     """Ids as int64 on the host, in order.  Where they are on an accelerator, the host waits for them."""
-    with torch.inference_mode(False), torch.no_grad():
-        return ids.detach().to("cpu").to(torch.int64).reshape(-1).numpy()
+    return ids.to("cpu", torch.int64).reshape(-1).numpy()
 
 
 def check_ids(ids: Ids, num_rows: int, name: str) -> None:
