@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from bench.row_scenarios import few_rows, row_passes, windows_by_hand, windows_in_a_side_stream
 from bench.scenarios import (
     PLAIN_FENCES,
     by_hand,
@@ -23,6 +24,7 @@ from bench.scenarios import (
     switching_passes,
     without_fence,
 )
+from fmstream.actors.rows import DeviceRing, Rows
 from fmstream.actors.runs import Loaded
 from fmstream.actors.staging import StagingRing
 from fmstream.actors.uploads import Uploads
@@ -90,6 +92,22 @@ def _left_at_once(leave: Any) -> Any:
     return lambda ring, place, _mark: leave(ring, place, None)
 
 
+def _never_waiting(_follow: Any) -> Any:
+    return lambda _rows, _batch: None
+
+
+def _before_the_gather(bring_on: Any) -> Any:
+    """The copy is enqueued first, and the gather awaited then."""
+
+    def early(rows: Rows, batch: Any) -> None:
+        ticket, batch.ticket = batch.ticket, None
+        bring_on(rows, batch)
+        if ticket is not None:
+            rows.gathers.wait(ticket, lambda: None)
+
+    return early
+
+
 OURS: tuple[Breaker, ...] = (
     Breaker(
         "computing waits for a unit's bytes",
@@ -124,7 +142,28 @@ OURS: tuple[Breaker, ...] = (
     ),
 )
 
+ROWS: tuple[Breaker, ...] = (
+    Breaker("rows are used behind their copy", lambda: replaced(Rows, "_follow", _never_waiting), windows_by_hand),
+    Breaker("rows of a pass are used behind their copy", lambda: replaced(Rows, "_follow", _never_waiting), row_passes),
+    Breaker("a copy of rows waits for the uses of its place", lambda: without(DeviceRing, "_await_use"), row_passes),
+    Breaker(
+        "rows are staged until they were copied", lambda: replaced(StagingRing, "leave", _left_at_once), windows_by_hand
+    ),
+    Breaker(
+        "a few rows are staged until they were copied", lambda: replaced(StagingRing, "leave", _left_at_once), few_rows
+    ),
+    Breaker(
+        "rows are copied behind their gather", lambda: replaced(Rows, "_bring_on", _before_the_gather), windows_by_hand
+    ),
+    Breaker(
+        "copies to a new ring wait for its memory", lambda: without(Accelerator, "let_copies_wait"), windows_by_hand
+    ),
+    Breaker(
+        "a ring that is dropped outlives its streams", lambda: without(DeviceSlab, "used_on"), windows_in_a_side_stream
+    ),
+)
+
 PLAIN: tuple[Breaker, ...] = tuple(
     Breaker(f"by hand: {name}", partial(without_fence, name), by_hand) for name in PLAIN_FENCES
 )
-BREAKERS: tuple[Breaker, ...] = (*OURS, *PLAIN)
+BREAKERS: tuple[Breaker, ...] = (*OURS, *ROWS, *PLAIN)

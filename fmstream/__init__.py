@@ -13,6 +13,7 @@ from fmstream.errors import (
     ConfigError,
     FmstreamError,
     ForkedError,
+    IdsError,
     MemoryBudgetError,
     StreamError,
 )
@@ -20,6 +21,7 @@ from fmstream.errors import (
 if TYPE_CHECKING:
     from fmstream.doors.load import load
     from fmstream.doors.run import Run, arun, run
+    from fmstream.doors.stage import Staged, stage
     from fmstream.doors.stream import Stream, smallest_memory, stream
     from fmstream.report import Report
 
@@ -30,9 +32,11 @@ __all__ = [
     "ConfigError",
     "FmstreamError",
     "ForkedError",
+    "IdsError",
     "MemoryBudgetError",
     "Report",
     "Run",
+    "Staged",
     "Stream",
     "StreamConfig",
     "StreamError",
@@ -41,17 +45,20 @@ __all__ = [
     "load",
     "run",
     "smallest_memory",
+    "stage",
     "stream",
 ]
 
 _HOMES = {
     "Report": "fmstream.report",
     "Run": "fmstream.doors.run",
+    "Staged": "fmstream.doors.stage",
     "Stream": "fmstream.doors.stream",
     "arun": "fmstream.doors.run",
     "load": "fmstream.doors.load",
     "run": "fmstream.doors.run",
     "smallest_memory": "fmstream.doors.stream",
+    "stage": "fmstream.doors.stage",
     "stream": "fmstream.doors.stream",
 }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import operator
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
 from enum import Enum
@@ -20,6 +21,13 @@ MIN_STAGING_BYTES: Final = 8192
 MAX_WORKERS: Final = 64
 MAX_BYTES: Final = 2**63 - 1
 """Sizes are kept in signed 64-bit integers."""
+
+FLASH_KEYS: Final = {
+    "prefetch_window": "prefetch_window",
+    "prefetch_strategy": "policy",
+    "cpu_offload_threshold_mb": "cpu_offload_threshold_mb",
+}
+"""What the keys of a ``flash_memory_config`` are called here."""
 
 _UNITS: Final = {
     "": 1,
@@ -97,7 +105,10 @@ class StreamConfig:
             memory that is free), or None (no limit).
         device: where to compute: "cpu", "cuda", "cuda:1", or another device with streams; None is the CUDA card where
             there is one.
-        prefetch_window: units staged ahead of the compute actor, at least 1; "auto" lets the planner choose.
+        prefetch_window: positions staged ahead of the compute actor, at least 1: units of weights, tokens of embedding
+            tables; as far as the memory allows.  "auto" lets the planner choose.
+        cpu_offload_threshold_mb: mebibytes (2^20 bytes) of the device's memory that are to stay free: where less is,
+            residents and staged rows are given back; 0 takes what there is.
         unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
         staging: host memory through which files are read.
         num_workers: prefetch threads; while one copies out of its staging, the others keep the disk busy.
@@ -116,6 +127,7 @@ class StreamConfig:
     prefetch_window: int | Literal["auto"] = "auto"
     unit: int | str = "auto"
     staging: int | str = "8MiB"
+    cpu_offload_threshold_mb: int = 0
     num_workers: int = 3
     pinned: int | str = "auto"
     spill_dir: str | os.PathLike[str] | None = None
@@ -129,6 +141,11 @@ class StreamConfig:
         _check_window(self.prefetch_window)
         if self.unit != "auto":
             parse_size(self.unit, name="unit")
+        if not _is_int(self.cpu_offload_threshold_mb) or not 0 <= self.cpu_offload_threshold_mb <= MAX_BYTES >> 20:
+            raise ConfigError(
+                f"cpu_offload_threshold_mb={self.cpu_offload_threshold_mb!r} is no number of mebibytes to stay free: "
+                "give an int such as 1024, or 0 for none"
+            )
         if self.pinned not in ("auto", 0):
             parse_size(self.pinned, name="pinned")
         if not _is_int(self.num_workers) or not 1 <= self.num_workers <= MAX_WORKERS:
@@ -149,19 +166,41 @@ class StreamConfig:
         return None if self.unit == "auto" else parse_size(self.unit, name="unit")
 
     @property
+    def floor_bytes(self) -> int:
+        """Bytes of the device's memory that are to stay free."""
+        return self.cpu_offload_threshold_mb << 20
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of host memory through which files are read."""
         return parse_size(self.staging, name="staging")
 
     @classmethod
+    def from_flash_memory_config(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> StreamConfig:
+        """Return the configuration that a ``flash_memory_config`` describes.
+
+        Args:
+            config: the object itself, or the path of a config.json that has one of that name.
+
+        Raises:
+            ConfigError: a key is unknown or has a value that cannot be used, or the file has no such object.
+        """
+        return cls(**flash_options(config))
+
+    @classmethod
     def from_options(
-        cls, config: StreamConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+        cls,
+        config: StreamConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        beneath: Mapping[str, Any] | None = None,
+        /,
+        **overrides: Any,
     ) -> StreamConfig:
         """Return the configuration that ``config`` and, above it, the ``overrides`` describe.
 
         Args:
             config: a configuration, a mapping of options, or the path of a TOML file whose options stand at the top
                 or in a table [fmstream]; None takes the defaults.
+            beneath: options that ``config`` may leave out, where it is not a whole configuration.
             overrides: options; those that are `MISSING` are left out, None is a value.
 
         Raises:
@@ -185,7 +224,39 @@ class StreamConfig:
                 )
         _check_names(options, source)
         _check_names(overrides, "the options")
-        return cls(**options | {name: value for name, value in overrides.items() if value is not MISSING})
+        below = {} if isinstance(config, StreamConfig) else dict(beneath or {})
+        return cls(**below | options | {name: value for name, value in overrides.items() if value is not MISSING})
+
+
+def flash_options(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """Options, under their names here, of a ``flash_memory_config`` or of the config.json that has one.
+
+    Raises:
+        ConfigError: a key is unknown, or the file cannot be read or has no such object.
+    """
+    source = "flash_memory_config"
+    if not isinstance(config, Mapping):
+        source = f"{source} of {os.fspath(config)}"
+        document = _read_json(Path(config))
+        if "flash_memory_config" not in document:
+            raise ConfigError(
+                f"{os.fspath(config)} has no object flash_memory_config: write one"
+            )
+        config = document["flash_memory_config"]
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{source}={config!r} is no object: write its keys within braces")
+    _check_names(config, source, FLASH_KEYS)
+    return {FLASH_KEYS[key]: value for key, value in config.items()}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read ({error.strerror}): give the path of a config.json") from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is no JSON file: {error}") from error
+    return document if isinstance(document, Mapping) else {}
 
 
 def _is_int(value: object) -> bool:
@@ -205,11 +276,12 @@ def _check_window(value: object) -> None:
             'prefetch_window=0 stages nothing ahead: use policy="sync" for that, or a window of at least 1'
         )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f'prefetch_window={value!r} is no number of units: give an int of at least 1, or "auto"')
+        raise ConfigError(f'prefetch_window={value!r} is no number of positions: give an int of at least 1, or "auto"')
 
 
-def _check_names(options: Mapping[str, Any], source: str) -> None:
-    known = [field.name for field in fields(StreamConfig)]
+def _check_names(options: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
+    """Raise `ConfigError` for a name that is none of ``names``, by default those of all options."""
+    known = list(names) or [field.name for field in fields(StreamConfig)]
     for name in options:
         if name in known:
             continue

@@ -11,6 +11,10 @@ class ConfigError(FmstreamError, ValueError):
     """An option has a value that cannot be used, or options contradict each other."""
 
 
+class IdsError(FmstreamError, IndexError):
+    """An id is no row of the table that it is looked up in; nothing was moved."""
+
+
 class MemoryBudgetError(FmstreamError, ValueError):
     """The memory given is smaller than the least that works."""
 

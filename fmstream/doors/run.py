@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fmstream.config import MISSING, Missing, StreamConfig
+from fmstream.doors.flash import options_of
 from fmstream.doors.stream import Stream
 from fmstream.doors.targets import find_call, find_roots, refuse_shared_names
 from fmstream.errors import ConfigError
@@ -61,7 +62,7 @@ def _prepare(
     if twice:
         raise ConfigError(f"{twice[0]}= is given as a keyword and in call_kwargs: give it once")
     roots = find_roots(pipeline, modules)
-    chosen = StreamConfig.from_options(config, **options)
+    chosen = StreamConfig.from_options(config, options_of(pipeline, roots), **options)
     return _Job(call, args, {**kwargs, **(call_kwargs or {})}, lambda: Stream(pipeline, roots, chosen))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,6 +24,10 @@ from fmstream.emulator.tensors import (
 
 aten = torch.ops.aten
 Run = Callable[[], Any]
+
+
+PICKING: Final = frozenset({"aten::embedding", "aten::index_select", "aten::gather", "aten::index"})
+"""Operators that read no more of their first argument than they write."""
 
 
 class Call:
@@ -203,7 +207,11 @@ def enqueue(
     """Put a kernel on this thread's current stream."""
     machine = current.machine
     read_spans, write_spans = [span_of(t) for t in reads], [span_of(t) for t in writes]
-    num_bytes = sum(map(num_bytes_touched, reads, read_spans)) + sum(map(num_bytes_touched, writes, write_spans))
+    read_bytes = list(map(num_bytes_touched, reads, read_spans))
+    written_bytes = sum(map(num_bytes_touched, writes, write_spans))
+    if read_bytes and name.partition(".")[0] in PICKING:
+        read_bytes[0] = min(read_bytes[0], written_bytes)
+    num_bytes = sum(read_bytes) + written_bytes
     machine.submit(
         machine.current_stream,
         name,

@@ -25,9 +25,9 @@ from fmstream.payloads.weights import Weights
 class Annex:
     """Pinned masters, the place of what is not streamed, the device's timeline, and the room for activations."""
 
-    def __init__(self, device: Accelerator, telemetry: Telemetry) -> None:
+    def __init__(self, device: Accelerator, telemetry: Telemetry, floor_bytes: int) -> None:
         self.device = device
-        self.room = Room(device)
+        self.room = Room(device, floor_bytes)
         self._telemetry = telemetry
         self._timeline = Timeline(device.mark(timed=True), telemetry.started)
         self._placement = Placement(device.torch_device)
@@ -51,7 +51,8 @@ class Annex:
     def pin(self, weights: Weights, config: StreamConfig) -> None:
         """Bring masters to pinned memory, as far as the options and the system allow."""
         limit = budget.pinned_bytes(config)
-        movable = [master for master in weights.masters if not weights.is_exposed(master)]
+        bound = [master for master in weights.masters if master.index not in weights.unbound]
+        movable = [master for master in bound if not weights.is_watched(master)]
         in_ram = [master for master in movable if not isinstance(master.home, FileHome)]
         refused = self._pinned.take(in_ram, limit - self.pinned_bytes)
         if refused == 0 and config.spill_dir is None:

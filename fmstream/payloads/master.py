@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,9 @@ class Keeper(Protocol):
     @property
     def is_in_pass(self) -> bool:
         """Whether a module is being called."""
+
+    def is_watched(self, master: Master) -> bool:
+        """Whether somebody may write the master unseen, so that it is looked at before every pass."""
 
     def changed(self, master: Master) -> None:
         """The master's bytes changed: copies of them are stale."""
@@ -75,6 +79,7 @@ class Master:
         bound: what modules show while its bytes are in fast memory.
         bound_version: its count of in-place writes when it was bound.
         in_graph: what graphs are given for it, once there was one.
+        look_up: what gives rows of a table that is not streamed as a whole; None for any other parameter.
     """
 
     __slots__ = (
@@ -89,6 +94,7 @@ class Master:
         "in_graph",
         "index",
         "keeper",
+        "look_up",
         "name",
         "num_bytes",
         "original",
@@ -109,6 +115,7 @@ class Master:
         self.bound: torch.Tensor | None = None
         self.bound_version = 0
         self.in_graph: InGraph | None = None
+        self.look_up: Callable[[Master, torch.Tensor], torch.Tensor | None] | None = None
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.deep: list[tuple[dict[str, Any], str, Any]] = []
         self._describe()
@@ -373,6 +380,7 @@ class Master:
         """
         self.take_memory()
         self._unshow()
+        self.look_up = None
         self.absent = None  # type: ignore[assignment]
         self.slots, self.deep = [], []
 
