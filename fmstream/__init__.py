@@ -14,13 +14,16 @@ from fmstream.errors import (
     FmstreamError,
     ForkedError,
     MemoryBudgetError,
+    StageError,
     StreamError,
 )
 
 if TYPE_CHECKING:
+    from fmstream.doors.latents import HostStage
     from fmstream.doors.load import load
     from fmstream.doors.run import Run, arun, run
     from fmstream.doors.stream import Stream, smallest_memory, stream
+    from fmstream.payloads.latents import LatentLoop
     from fmstream.report import Report
 
 __all__ = [
@@ -30,9 +33,12 @@ __all__ = [
     "ConfigError",
     "FmstreamError",
     "ForkedError",
+    "HostStage",
+    "LatentLoop",
     "MemoryBudgetError",
     "Report",
     "Run",
+    "StageError",
     "Stream",
     "StreamConfig",
     "StreamError",
@@ -45,6 +51,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "HostStage": "fmstream.doors.latents",
+    "LatentLoop": "fmstream.payloads.latents",
     "Report": "fmstream.report",
     "Run": "fmstream.doors.run",
     "Stream": "fmstream.doors.stream",

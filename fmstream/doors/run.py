@@ -6,13 +6,11 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fmstream.config import MISSING, Missing, StreamConfig
+from fmstream.device.modes import Modes
 from fmstream.doors.stream import Stream
 from fmstream.doors.targets import find_call, find_roots, refuse_shared_names
 from fmstream.errors import ConfigError
@@ -126,7 +124,7 @@ async def _in_thread(job: _Job) -> Run:
     done: asyncio.Future[Run] = loop.create_future()
     handles: list[Stream] = []
     cancelled = threading.Event()
-    context, modes = contextvars.copy_context(), _Modes()
+    context, modes = contextvars.copy_context(), Modes()
 
     def opened(handle: Stream) -> None:
         handles.append(handle)
@@ -172,28 +170,3 @@ def _deliver(
 
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle)
-
-
-class _Modes:
-    """The caller's thread-local torch modes, to be entered in another thread."""
-
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        ]
-        self._cache = torch.is_autocast_cache_enabled()
-        self._default_device = torch.get_default_device()
-
-    def entered(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(self._inference))
-        stack.enter_context(torch.set_grad_enabled(self._grad))
-        for kind, dtype, enabled in self._autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
-        if self._default_device.type != "cpu":
-            stack.enter_context(self._default_device)
-        return stack
