@@ -30,10 +30,11 @@ class Job:
         error: what it raised.
     """
 
-    __slots__ = ("carried_out", "done", "error", "work")
+    __slots__ = ("carried_out", "done", "error", "number", "work")
 
     def __init__(self, work: Callable[[str], object]) -> None:
-        self.work: Callable[[str], object] | None = work
+        self.work = work
+        self.number = 0
         self.done = threading.Event()
         self.carried_out = False
         self.error: BaseException | None = None
@@ -60,7 +61,9 @@ class StagePool:
         self._threads: list[threading.Thread] = []
         self._num_alive = 0
         self._released = False
-        self._halted = False
+        self._num_submitted = 0
+        self._failed_at: int | None = None
+        """Number of the first job that failed; later ones are not begun any more."""
         self._pid = os.getpid()
 
     def submit(self, job: Job) -> None:
@@ -71,6 +74,8 @@ class StagePool:
         """
         if os.getpid() != self._pid:
             raise ForkedError("a host stage is asked for in a forked child: begin another run there")
+        job.number = self._num_submitted
+        self._num_submitted += 1
         self._queue.put(job)
         while len(self._threads) < self._num_threads and not self._released:
             self._start(f"host {len(self._threads)}")
@@ -113,7 +118,7 @@ class StagePool:
                 job = self._queue.get()
                 if job is None or self._released:
                     return
-                if not self._halted:
+                if self._failed_at is None or job.number < self._failed_at:
                     self._carry_out(job, lane)
                 job.done.set()
         finally:
@@ -122,13 +127,14 @@ class StagePool:
             self._leave()
 
     def _carry_out(self, job: Job, lane: str) -> None:
-        assert job.work is not None
         try:
             job.work(lane)
             job.carried_out = True
         except BaseException as error:  # whatever the stage raised is told where its result is waited for
-            self._halted = True
             job.error = error
+            with self._lock:
+                if self._failed_at is None or job.number < self._failed_at:
+                    self._failed_at = job.number
 
     def _leave(self) -> None:
         with self._lock:

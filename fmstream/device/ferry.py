@@ -1,9 +1,9 @@
 """Tensors that leave the device for a stage on the host, and come back.
 
-A crossing has four steps.  The thread that computes calls `leave`; a thread of the stage calls `land`, which waits until
-the bytes are there, and `embark` with what it made of them; the thread that computes calls `arrive`.  Only copies to the
-device are enqueued by the other thread, on the copy stream: so they begin when the stage ends, whatever the computing
-thread is doing.
+A crossing has four steps.  The thread that computes calls `leave`; a thread of the stage calls `land`, which waits
+until the bytes are there, and `embark` with what it made of them; the thread that computes calls `arrive`.  Only the
+copy to the device is enqueued by the other thread, on the copy stream: so it begins when the stage ends, whatever the
+computing thread is doing.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ class DeviceFerry(Ferry):
         it lies, which is slower and keeps this thread.
         """
         target, host = crossing.target, crossing.host
-        assert target is not None and host is not None and crossing.slot is not None
+        assert target is not None
+        assert host is not None
+        assert crossing.slot is not None
         with apart(), self.device.module.device(self.device.torch_device):
             if result is None:
                 crossing.result = crossing.output
@@ -186,7 +188,8 @@ class DeviceFerry(Ferry):
 
     def arrive(self, crossing: Crossing) -> Tensor:
         """Let the caller's present stream wait for the copy to the device; the host does not."""
-        assert crossing.result is not None and crossing.slot is not None
+        assert crossing.result is not None
+        assert crossing.slot is not None
         self.device.take_over(crossing.clock)
         if crossing.arrival is not None:
             self._wait_for_arrival(crossing.arrival)
@@ -262,13 +265,12 @@ class DeviceFerry(Ferry):
         self.device.wait(arrival)
 
 
-
 def check_result(result: object) -> None:
     """Raise ConfigError for what a stage cannot return."""
     if not isinstance(result, Tensor):
         raise ConfigError(
-            f"host_stage returned {type(result).__name__}: return a tensor in host memory, or None to leave the latents "
-            "as they are"
+            f"host_stage returned {type(result).__name__}: return a tensor in host memory, or None to leave the "
+            "latents as they are"
         )
     if result.device.type != "cpu":
         raise ConfigError(f"host_stage returned a tensor on {result.device}: return one in host memory, tensor.cpu()")

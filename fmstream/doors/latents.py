@@ -14,8 +14,10 @@ from torch import Tensor
 
 from fmstream.core.telemetry import Telemetry
 from fmstream.errors import ConfigError
-from fmstream.payloads.latents import LatentLoop, LatentRun, Turn, with_turn
+from fmstream.payloads.latent_run import LatentRun
+from fmstream.payloads.latents import LatentLoop
 from fmstream.payloads.preview import Previews
+from fmstream.payloads.trips import Turn, with_turn
 
 CALLBACK: Final = "callback_on_step_end"
 INPUTS: Final = "callback_on_step_end_tensor_inputs"
@@ -129,7 +131,7 @@ class LatentHook:
 
     def _call(self, frame: Tensor, turn: Turn) -> Tensor | None:
         assert self._function is not None
-        result: Tensor | None = self._function(frame, Turn(turn.index, self._num_steps))
+        result: Tensor | None = self._function(frame, Turn(turn.item, self._num_steps))
         return result
 
 

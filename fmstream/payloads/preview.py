@@ -14,7 +14,7 @@ from torch import Tensor
 from fmstream.actors.stages import Job
 from fmstream.device.ferry import Crossing
 from fmstream.errors import ConfigError
-from fmstream.payloads.latents import Crew
+from fmstream.payloads.trips import Crew
 
 LEAST_PIXELS: Final = 256
 """Smaller pictures are enlarged until the longer side has that many."""

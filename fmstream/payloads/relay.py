@@ -28,6 +28,9 @@ class Stoppable(Protocol):
     def give_back(self, latents: Tensor) -> None:
         """Take back a result that did not reach the user."""
 
+    def pause(self) -> None:
+        """Give up what it keeps between steps."""
+
 
 Outcome = tuple[Tensor | None, BaseException | None]
 """A result or an error; neither at the end."""
@@ -36,7 +39,7 @@ Outcome = tuple[Tensor | None, BaseException | None]
 async def relay(source: Stoppable) -> AsyncIterator[Tensor]:
     """Take the steps of ``source`` in a daemon thread, each when it is asked for, under the caller's modes.
 
-    Cancelling the task cancels the step, and waits until it has ended.
+    Cancelling the task cancels the step, and waits until it has ended.  An iteration that is left pauses the source.
     """
     requests: queue.SimpleQueue[asyncio.Future[Outcome] | None] = queue.SimpleQueue()
     loop = asyncio.get_running_loop()
@@ -46,6 +49,7 @@ async def relay(source: Stoppable) -> AsyncIterator[Tensor]:
         with modes.entered(), stream:
             while (asked := requests.get()) is not None:
                 _answer(loop, asked, context.run(_step, source))
+            source.pause()
 
     threading.Thread(target=work, name="fmstream latents", daemon=True).start()
     try:
@@ -55,7 +59,10 @@ async def relay(source: Stoppable) -> AsyncIterator[Tensor]:
             try:
                 result, error = await asyncio.shield(asked)
             except asyncio.CancelledError:
-                await _stop(source, asked)
+                source.cancel()
+                await asyncio.wait([asked])
+                if (late := asked.result()[0]) is not None:
+                    source.give_back(late)
                 raise
             if error is not None:
                 raise error
@@ -66,17 +73,9 @@ async def relay(source: Stoppable) -> AsyncIterator[Tensor]:
         requests.put(None)
 
 
-async def _stop(source: Stoppable, asked: asyncio.Future[Outcome]) -> None:
-    source.cancel()
-    await asyncio.wait([asked])
-    result, _ = asked.result()
-    if result is not None:
-        source.give_back(result)
-
-
 def _step(source: Stoppable) -> Outcome:
     try:
-        return next(source), None  # type: ignore[call-overload, no-any-return]
+        return next(source), None
     except StopIteration:
         return None, None
     except BaseException as error:  # it is raised where the result is awaited
@@ -84,8 +83,12 @@ def _step(source: Stoppable) -> Outcome:
 
 
 def _answer(loop: asyncio.AbstractEventLoop, asked: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    def settle() -> None:
+        if not asked.done():
+            asked.set_result(outcome)
+
     if not loop.is_closed():
-        loop.call_soon_threadsafe(lambda: asked.done() or asked.set_result(outcome))
+        loop.call_soon_threadsafe(settle)
 
 
 def on_present_stream() -> AbstractContextManager[Any]:
