@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fmstream
+from bench import latent_loops
 from fmstream import emulator
 from fmstream.actors.chunks import MoveChunk, ReadChunk, ScatterChunk
 from fmstream.actors.prefetch import PrefetchActor
@@ -264,6 +265,7 @@ SCENARIOS: Final[tuple[Callable[[], None], ...]] = (
     staged_passes,
     side_stream,
     by_hand,
+    *latent_loops.SCENARIOS,
 )
 """Those above, in each of which the checker finds nothing."""
 

@@ -26,12 +26,14 @@ from fmstream.errors import ConfigError
 class Crossing:
     """One tensor on its way: ``output`` is what left, ``result`` what came back once it did."""
 
-    __slots__ = ("arrival", "clock", "host", "left", "output", "result", "slot", "target")
+    __slots__ = ("arrival", "clock", "host", "left", "output", "result", "slot", "stream", "target")
 
     def __init__(self, output: Tensor) -> None:
         self.output = output
         self.result: Tensor | None = None
         self.slot: Slot | None = None
+        self.stream = 0
+        """That in which it was computed."""
         self.host: Tensor | None = None
         self.left: Mark | None = None
         """Behind the copy to the host."""
@@ -150,7 +152,9 @@ class DeviceFerry(Ferry):
             crossing.host = self._place(slot, output)
             # Allocated now, though used later: memory that is free now is free before what is computed meanwhile.
             crossing.target = torch.empty_like(output)
-            self._wait_for_output(self.device.mark())
+            computed = self.device.mark()
+            crossing.stream = computed.stream
+            self._wait_for_output(computed)
             self._wait_for_place(slot)
             with self.device.module.stream(self.out):
                 crossing.host.copy_(output, non_blocking=True)
@@ -193,8 +197,10 @@ class DeviceFerry(Ferry):
         self.device.take_over(crossing.clock)
         if crossing.arrival is not None:
             self._wait_for_arrival(crossing.arrival)
-            if crossing.result is not crossing.target:
-                crossing.result.record_stream(self.device.current_stream())
+        stream = self.device.current_stream()
+        is_own = crossing.result is crossing.target or crossing.result is crossing.output
+        if stream.stream_id != crossing.stream or not is_own:
+            crossing.result.record_stream(stream)  # another one allocated it
         crossing.host = crossing.target = None
         self._free.append(crossing.slot)
         return crossing.result

@@ -6,9 +6,9 @@ import asyncio
 import contextvars
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,26 +36,37 @@ Outcome = tuple[Tensor | None, BaseException | None]
 """A result or an error; neither at the end."""
 
 
+class Request(NamedTuple):
+    """What the thread is to call, and who waits for it."""
+
+    call: Callable[[], Tensor | None]
+    future: asyncio.Future[Outcome]
+
+
 async def relay(source: Stoppable) -> AsyncIterator[Tensor]:
     """Take the steps of ``source`` in a daemon thread, each when it is asked for, under the caller's modes.
 
     Cancelling the task cancels the step, and waits until it has ended.  An iteration that is left pauses the source.
     """
-    requests: queue.SimpleQueue[asyncio.Future[Outcome] | None] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
     loop = asyncio.get_running_loop()
     context, modes, stream = contextvars.copy_context(), Modes(), on_present_stream()
 
     def work() -> None:
         with modes.entered(), stream:
-            while (asked := requests.get()) is not None:
-                _answer(loop, asked, context.run(_step, source))
+            while (request := requests.get()) is not None:
+                _answer(loop, request.future, context.run(_outcome, request.call))
             source.pause()
+
+    def ask(call: Callable[[], Tensor | None]) -> asyncio.Future[Outcome]:
+        future: asyncio.Future[Outcome] = loop.create_future()
+        requests.put(Request(call, future))
+        return future
 
     threading.Thread(target=work, name="fmstream latents", daemon=True).start()
     try:
         while True:
-            asked: asyncio.Future[Outcome] = loop.create_future()
-            requests.put(asked)
+            asked = ask(source.__next__)
             try:
                 result, error = await asyncio.shield(asked)
             except asyncio.CancelledError:
@@ -63,6 +74,7 @@ async def relay(source: Stoppable) -> AsyncIterator[Tensor]:
                 await asyncio.wait([asked])
                 if (late := asked.result()[0]) is not None:
                     source.give_back(late)
+                await asyncio.wait([ask(source.pause)])
                 raise
             if error is not None:
                 raise error
@@ -73,9 +85,9 @@ async def relay(source: Stoppable) -> AsyncIterator[Tensor]:
         requests.put(None)
 
 
-def _step(source: Stoppable) -> Outcome:
+def _outcome(call: Callable[[], Tensor | None]) -> Outcome:
     try:
-        return next(source), None
+        return call(), None
     except StopIteration:
         return None, None
     except BaseException as error:  # it is raised where the result is awaited
