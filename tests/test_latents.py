@@ -284,9 +284,9 @@ def test_a_replaced_result() -> None:
 def test_a_failing_step_can_be_tried_again() -> None:
     failing = FailAt(step, 3)
     run = LatentLoop(lambda frame: failing(frame), stage, window=2)(frames(5))
-    found = []
+    found: list[Tensor] = []
     with pytest.raises(Injected):
-        found += [result for result in map(lambda _: next(run), range(5)) if not found.append(result)]
+        found.extend(run)
     assert no_threads()
     same([*found, *run], one_after_the_other(step, stage, frames(5)))
 
@@ -396,8 +396,7 @@ def test_a_run_is_cancelled_at_its_next_step_or_wait(where: str, number: int) ->
     while len(found) < 5:
         try:
             found.append(next(run))
-        except CancelledRun as error:
-            assert str(error) == "enough"
+        except CancelledRun:
             assert no_threads()
             cancelled += 1
     assert cancelled <= 1
@@ -472,12 +471,15 @@ async def test_asynchronous_iteration() -> None:
 
 async def test_an_error_reaches_an_asynchronous_iteration() -> None:
     run = LatentLoop(step, failing_at(Turn(2, 0)))(frames(4))
-    found = []
-    with pytest.raises(StageError, match="item 2"):
+    found: list[Tensor] = []
+
+    async def collect() -> None:
         async for result in run:
-            found.append(result)  # noqa: PERF401 - what came before the error counts
-    async for result in run:
-        found.append(result)  # noqa: PERF401
+            found.append(result)  # noqa: PERF401 - what came before an error counts
+
+    with pytest.raises(StageError, match="item 2"):
+        await collect()
+    await collect()
     same(found, one_after_the_other(step, stage, frames(4)))
     assert await asyncio.to_thread(no_threads)
 
