@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fmstream
 from fmstream import CancelledRun, LatentLoop, StageError, emulator
 from fmstream.actors.stages import StagePool
 from fmstream.device.ferry import DeviceFerry
@@ -19,6 +22,8 @@ from fmstream.payloads.latent_run import LatentRun
 from fmstream.payloads.trips import Turn
 from tests.accelerator.conftest import leaves_nothing
 from tests.accelerator.kit import ORDERS, fresh, here
+from tests.clients.client import noise
+from tests.clients.pipelines import stable_video_diffusion
 from tests.kit_latents import Shuffled, frames, in_place, no_threads, one_after_the_other, same, stage, step
 from tests.kit_runtime import FailAt
 
@@ -273,8 +278,6 @@ def test_a_loop_that_is_kept_open_pins_once() -> None:
 
 def no_threads_but(number: int) -> bool:
     """Whether that many threads are left."""
-    import threading
-
     return sum(thread.name.startswith("fmstream") for thread in threading.enumerate()) == number
 
 
@@ -282,4 +285,27 @@ async def test_asynchronous_iteration() -> None:
     fresh("late")
     found = [result async for result in LatentLoop(step, guarded, window=3)(frames(6, "emu"), 2)]
     same(found, one_after_the_other(step, in_place, frames(6, "emu"), 2))
+    settled()
+
+
+@pytest.mark.parametrize("execution", ["eager", "late", 1])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # a scheduler's
+def test_a_pipeline_that_streams_with_a_stage(execution: Execution) -> None:
+    fresh(execution)
+    pipe = stable_video_diffusion().modules
+    twin = copy.deepcopy(pipe).to("emu")
+    options: dict[str, Any] = {"image": noise(1, 3, 16, 16).sigmoid(), "height": 16, "width": 16, "num_frames": 3}
+    options |= {"decode_chunk_size": 1, "num_inference_steps": 3, "output_type": "np"}
+
+    def by_hand(_: Any, step: int, __: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        staged = [in_place(f.cpu().clone(), Turn(n, step)) for n, f in enumerate(inputs["latents"].unbind(1))]
+        return {"latents": torch.stack(staged, 1).to("emu")}
+
+    seed = torch.Generator().manual_seed(3)
+    expected = twin(generator=seed, callback_on_step_end=by_hand, **options).frames
+    for number in (1, 2):
+        stage = fmstream.HostStage(guarded, num_threads=number)
+        seed = torch.Generator().manual_seed(3)
+        found = fmstream.run(pipe, memory="50%", device="emu", host_stage=stage, generator=seed, **options)
+        assert (found.output.frames == expected).all()
     settled()
