@@ -40,7 +40,7 @@ def test_one_thread_does_jobs_in_order() -> None:
     jobs = [Job(lambda lane, n=n: done.append(n)) for n in range(50)]
     for job in jobs:
         pool.submit(job)
-    assert jobs[-1].done.wait(TIMEOUT)
+    assert jobs[-1].wait(TIMEOUT)
     assert done == list(range(50))
     assert pool.close()
     assert (ends.settled, ends.last) == (1, 1)
@@ -58,9 +58,9 @@ def test_jobs_behind_a_failure_are_not_begun_and_those_before_it_are() -> None:
     for job in jobs:
         pool.submit(job)
     assert failed.wait(TIMEOUT)
-    assert jobs[2].done.wait(TIMEOUT)
+    assert jobs[2].wait(TIMEOUT)
     first.open()
-    assert jobs[0].done.wait(TIMEOUT)
+    assert jobs[0].wait(TIMEOUT)
     assert [job.carried_out for job in jobs] == [True, False, False]
     assert isinstance(jobs[1].error, Injected)
     assert jobs[2].error is None
@@ -78,9 +78,9 @@ def test_a_released_pool_begins_nothing_and_ends_once() -> None:
     assert not pool.close(timeout=0.0)
     assert ends.last == 0
     latch.open()
-    assert running.done.wait(TIMEOUT)
+    assert running.wait(TIMEOUT)
     assert pool.close()
-    assert not waiting.done.is_set()
+    assert not waiting.done
     assert ends.last == 1
 
 
@@ -100,10 +100,10 @@ def test_an_idle_thread_keeps_nothing_alive() -> None:
     alive = weakref.ref(thing)
     job = Job(lambda lane, kept=thing: None)
     pool.submit(job)
-    assert job.done.wait(TIMEOUT)
+    assert job.wait(TIMEOUT)
     after = Job(lambda lane: None)
     pool.submit(after)
-    assert after.done.wait(TIMEOUT)
+    assert after.wait(TIMEOUT)
     del thing, job
     assert alive() is None
     assert pool.close()

@@ -6,6 +6,7 @@ remembers what it saw sees it in that order; a failure stops those behind it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -25,19 +26,33 @@ class Job:
     """One piece of work.
 
     Attributes:
-        done: set when nothing works on it any more; until `carried_out` it has no result.
+        done: whether nothing works on it any more.
         carried_out: whether it ended without an error.
         error: what it raised.
     """
 
-    __slots__ = ("carried_out", "done", "error", "number", "work")
+    __slots__ = ("_wake", "carried_out", "done", "error", "number", "work")
 
     def __init__(self, work: Callable[[str], object]) -> None:
         self.work = work
         self.number = 0
-        self.done = threading.Event()
+        self.done = False
         self.carried_out = False
         self.error: BaseException | None = None
+        # Not a `threading.Event`: an interrupt in the midst of its waiting leaves its lock in the wrong state.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def finish(self) -> None:
+        """Note that nothing works on it any more."""
+        self.done = True
+        self._wake.put(None)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is done, in one thread; whether it is."""
+        if not self.done:
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=timeout)
+        return self.done
 
 
 class StagePool:
@@ -120,7 +135,7 @@ class StagePool:
                     return
                 if self._failed_at is None or job.number < self._failed_at:
                     self._carry_out(job, lane)
-                job.done.set()
+                job.finish()
         finally:
             self._settle()  # whoever waited for the job may have given up, and copies to its memory are under way
             del job

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from fmstream.device.accelerator import Accelerator, Mark
 from fmstream.device.device import Part
 from fmstream.device.pinned import PinnedBlock
 from fmstream.errors import ConfigError
+
+OWN_USES: Final = 2
+"""Of a storage that one tensor and one reference in Python refer to."""
 
 
 class Crossing:
@@ -96,8 +99,7 @@ class CpuFerry(Ferry):
 
     def leave(self, box: list[Tensor]) -> Crossing:
         """Take it; copied if the step kept it, or has it from a buffer that it will write again."""
-        box.append(unshared(box))
-        return Crossing(box[0])
+        return Crossing(unshared(box))
 
     def land(self, crossing: Crossing) -> Tensor:
         """The tensor itself."""
@@ -289,20 +291,18 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def unshared(box: list[Tensor]) -> Tensor:
-    """The tensor of a list of one, or a copy of it where anything but that list can see its memory."""
-    tensor = box.pop()
-    alive = weakref.ref(tensor)
-    storage, dtype = tensor.untyped_storage(), tensor.dtype
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    del tensor
-    seen = alive()
-    # Memory that PyTorch did not allocate (numpy's) may be seen by others whom its storage does not count.
-    is_ours = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == 1
+    """The tensor of a list of one, or a copy of it where anything but that list can see its memory; it stays there."""
+    alive = weakref.ref(box[0])
+    storage, dtype = box[0].untyped_storage(), box[0].dtype
+    place = box[0].storage_offset(), box[0].size(), box[0].stride()
     with apart():
-        if seen is not None:
-            return seen.clone()
         view = torch.empty(0, dtype=dtype).set_(storage, *place)
-        return view if is_ours else view.clone()
+        box[0] = view
+        # Memory that PyTorch did not allocate (numpy's) may be seen by others whom its storage does not count.
+        is_ours = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == OWN_USES
+        if alive() is not None or not is_ours:
+            box[0] = view.clone()
+    return box[0]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -31,9 +32,16 @@ class LatentRun:
         self._loop = loop
         self._items = items
         self._rounds = rounds
+        # An interrupt is raised after a call at the earliest, so each line below that changes two of these leaves a
+        # state from which `_repair` knows what was done.
+        self._fetched: deque[Any] = deque()
+        """The next item, once it was asked for."""
         self._trips: deque[Trip] = deque()
-        self._values: dict[int, Tensor] = {}
-        self._ready: deque[Tensor] = deque()
+        """Under way, the oldest first."""
+        self._back: dict[int, Trip] = {}
+        """Of each item that waits for its next round, the last trip."""
+        self._ready: deque[Trip] = deque()
+        """Results."""
         self._next = Turn(0, 0)
         self._num_items: int | None = None
         self._crew: Crew | None = None
@@ -73,7 +81,7 @@ class LatentRun:
             raise
         if not self._ready:
             raise StopIteration
-        return self._ready.popleft()
+        return self._hand_out(self._ready[0])
 
     def __aiter__(self) -> AsyncIterator[Tensor]:
         """Iterate in a thread, so that the event loop goes on; cancelling the task stops the run as `cancel` does."""
@@ -99,7 +107,9 @@ class LatentRun:
 
     def give_back(self, latents: Tensor) -> None:
         """Take back a result that did not reach the user, for the run was cancelled; it is the next one."""
-        self._ready.appendleft(latents)
+        trip = Trip(Turn(0, self._rounds - 1), None)
+        trip.value = latents
+        self._ready.appendleft(trip)
         self._cancelled = None
 
     def pause(self) -> None:
@@ -121,7 +131,7 @@ class LatentRun:
         self._closed = True
         self.pause()
         self._trips.clear()
-        self._values.clear()
+        self._back.clear()
         self._ready.clear()
 
     @property
@@ -132,13 +142,14 @@ class LatentRun:
     @property
     def latents(self) -> dict[int, Tensor]:
         """Of each item that was not handed out, by index, the latest latents that came back from the stage."""
-        back = {trip.turn.item: trip.value for trip in self._trips if trip.value is not None}
-        return self._values | back
+        trips = (*self._back.values(), *self._trips)
+        return {trip.turn.item: trip.value for trip in trips if trip.value is not None}
 
     # Steps
 
     def _top_up(self) -> None:
         """Begin turns while the window has room and their latents are there."""
+        self._repair()
         for trip in self._trips:
             self._send(trip)
         while len(self._trips) < self._loop.window and self._begin():
@@ -146,23 +157,37 @@ class LatentRun:
 
     def _begin(self) -> bool:
         """Begin the next turn; False if there is none, or its latents are still under way."""
-        turn = self._next
-        if turn.round == 0:
-            try:
-                given = next(self._items)
-            except StopIteration:
-                self._num_items = turn.item
-                turn = self._next = Turn(0, 1)
-        if turn.round == 0:
-            self._next = Turn(turn.item + 1, 0)
-        else:
-            if turn.round >= self._rounds or turn.item not in self._values:
-                return False
-            given = self._values.pop(turn.item)
-            is_last = turn.item + 1 == self._num_items
-            self._next = Turn(0, turn.round + 1) if is_last else Turn(turn.item + 1, turn.round)
-        self._trips.append(Trip(turn, given))
+        if self._next.round == 0:
+            if not self._fetched:
+                self._fetched.extend(islice(self._items, 1))
+            if self._fetched:
+                self._trips.append(Trip(self._next, self._fetched[0]))
+                self._step_on()
+                return True
+            self._num_items = self._next.item
+            self._next = Turn(0, 1)
+        item, round = self._next
+        if round >= self._rounds or item not in self._back:
+            return False
+        self._trips.append(Trip(self._next, self._back[item].value))
+        self._step_on()
         return True
+
+    def _step_on(self) -> None:
+        """The next turn has begun: let go of what it began with, and look to the one after it."""
+        item, round = self._next
+        (self._back.pop(item, None) if round else self._fetched.clear())
+        self._next = Turn(0, round + 1) if item + 1 == self._num_items else Turn(item + 1, round)
+
+    def _repair(self) -> None:
+        """Finish what an interrupt left half done."""
+        if self._trips and self._trips[-1].turn == self._next:
+            self._step_on()
+        while self._trips and (
+            any(trip is self._trips[0] for trip in self._ready)
+            or self._back.get(self._trips[0].turn.item) is self._trips[0]
+        ):
+            self._trips.popleft()
 
     def _send(self, trip: Trip) -> None:
         """Bring a trip as far as its stage."""
@@ -208,17 +233,25 @@ class LatentRun:
             assert trip.crossing is not None
             trip.value = self._crew.ferry.arrive(trip.crossing)
             trip.crossing = trip.job = None
-        is_result = trip.turn.round + 1 == self._rounds
-        self._trips.popleft()
-        if is_result:
-            self._ready.append(trip.value)
+        if trip.turn.round + 1 == self._rounds:
+            self._ready.append(trip)
         else:
-            self._values[trip.turn.item] = trip.value
+            self._back[trip.turn.item] = trip
+        self._trips.popleft()
+
+    def _hand_out(self, trip: Trip) -> Tensor:
+        assert trip.value is not None
+        try:
+            self._ready.popleft()
+        except BaseException:
+            self._ready.appendleft(trip)
+            raise
+        return trip.value
 
     def _wait(self, trip: Trip) -> None:
         job = trip.job
         assert job is not None
-        while not job.done.wait(SLICE_SECONDS):
+        while not job.wait(SLICE_SECONDS):
             self._raise_if_cancelled()
         if job.error is None and job.carried_out:
             return

@@ -78,7 +78,7 @@ class Previews:
     def close(self) -> None:
         """End the thread, once the picture that is being made is there."""
         if self._pending is not None:
-            self._pending[1].done.wait(END_SECONDS)
+            self._pending[1].wait(END_SECONDS)
         crew, self._crew, self._pending = self._crew, None, None
         if crew is not None:
             crew.close()
@@ -87,7 +87,7 @@ class Previews:
         if self._pending is None:
             return True
         crossing, job = self._pending
-        if not job.done.is_set():
+        if not job.done:
             return False
         assert self._crew is not None
         if job.carried_out:

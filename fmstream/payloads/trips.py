@@ -49,7 +49,7 @@ class Trip:
     def fall_back(self, ferry: Ferry) -> None:
         """After its crew ended: what did not come back has to be sent again."""
         if self.crossing is not None:
-            if self.job is not None and self.job.done.is_set() and self.job.carried_out:
+            if self.job is not None and self.job.done and self.job.carried_out:
                 self.value = ferry.arrive(self.crossing)
                 self.box = []
             else:
