@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from bench.latent_loops import fences as fences_of_latents
 from bench.row_scenarios import few_rows, row_passes, windows_by_hand, windows_in_a_side_stream
 from bench.scenarios import (
     PLAIN_FENCES,
@@ -140,6 +141,7 @@ OURS: tuple[Breaker, ...] = (
     Breaker(
         "a copy from staging follows the read", lambda: replaced(Uploads, "_read", _copy_before_the_read), staged_passes
     ),
+    *(Breaker(*fence) for fence in fences_of_latents(without)),
 )
 
 ROWS: tuple[Breaker, ...] = (

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fmstream
+from bench import latent_loops
 from bench.row_scenarios import ROW_SCENARIOS, watched_gathers
 from fmstream import emulator
 from fmstream.actors.chunks import MoveChunk, ReadChunk, ScatterChunk
@@ -266,6 +267,7 @@ SCENARIOS: Final[tuple[Callable[[], None], ...]] = (
     side_stream,
     by_hand,
     *ROW_SCENARIOS,
+    *latent_loops.SCENARIOS,
 )
 """Those above, in each of which the checker finds nothing."""
 

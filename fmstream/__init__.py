@@ -15,14 +15,17 @@ from fmstream.errors import (
     ForkedError,
     IdsError,
     MemoryBudgetError,
+    StageError,
     StreamError,
 )
 
 if TYPE_CHECKING:
+    from fmstream.doors.latents import HostStage
     from fmstream.doors.load import load
     from fmstream.doors.run import Run, arun, run
     from fmstream.doors.stage import Staged, stage
     from fmstream.doors.stream import Stream, smallest_memory, stream
+    from fmstream.payloads.latents import LatentLoop
     from fmstream.report import Report
 
 __all__ = [
@@ -32,10 +35,13 @@ __all__ = [
     "ConfigError",
     "FmstreamError",
     "ForkedError",
+    "HostStage",
     "IdsError",
+    "LatentLoop",
     "MemoryBudgetError",
     "Report",
     "Run",
+    "StageError",
     "Staged",
     "Stream",
     "StreamConfig",
@@ -50,6 +56,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "HostStage": "fmstream.doors.latents",
+    "LatentLoop": "fmstream.payloads.latents",
     "Report": "fmstream.report",
     "Run": "fmstream.doors.run",
     "Staged": "fmstream.doors.stage",

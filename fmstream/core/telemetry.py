@@ -16,8 +16,8 @@ MAX_SPANS = 200_000
 class Span:
     """A stretch of work on one lane of the timeline.
 
-    ``lane`` is "compute" (calls that use streamed weights), "wait" (the compute actor waits for weights) or
-    "copy N" (prefetch worker N). Times are ``time.perf_counter()`` seconds.
+    ``lane`` is "compute" (calls that use streamed weights), "wait" (the compute actor waits for weights), "host N"
+    (thread N of a stage on the host) or "copy N" (prefetch worker N). Times are ``time.perf_counter()`` seconds.
     """
 
     lane: str
