@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fmstream.payloads.kinds import is_wrapper
+
 
 class OnDevice(torch.Tensor):
     """A buffer in the place of the user's: copies and pickles of it lie on the host, as those of parameters do."""
@@ -90,8 +92,12 @@ class Placement:
                     if isinstance(present, torch.Tensor) and present.device == self._device:
                         holder[key] = _on_device(present, torch.device("cpu"))
             for holder in self._parameters:
-                for present in holder.values():
-                    if self._is_here(present) and id(present) not in (self._there_before or ()):
+                for key, present in holder.items():
+                    if not self._is_here(present) or id(present) in (self._there_before or ()):
+                        continue
+                    if is_wrapper(present):  # its device is its own for good
+                        holder[key] = _on_device(present, torch.device("cpu"))
+                    else:
                         present.data = present.data.to("cpu")
         self._placed.clear()
         self._buffers.clear()

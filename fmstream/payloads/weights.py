@@ -7,7 +7,7 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fmstream.payloads.absent import Absent, restore
 from fmstream.payloads.bound import InGraph, make_bound, show_in_graph
 from fmstream.payloads.kinds import is_dressed
 from fmstream.payloads.master import Master
+from fmstream.payloads.shells import Shell, put_back, show
 from fmstream.payloads.sites import Site, Survey, survey
 from fmstream.payloads.views import bytes_of, looks_into, point_at
 from fmstream.payloads.watch import Watch
@@ -47,6 +48,7 @@ class Weights:
         self.executor: Executor | None = None
         self.sites: list[Site] = []
         self.masters: list[Master] = []
+        self.shells: list[Shell] = []
         self.sizes: Sequence[int] = ()
         self.stack: list[Site] = []
         """Modules that are being called, innermost last."""
@@ -82,6 +84,7 @@ class Weights:
                 master.home = FileHome(self._files.open(place[0]), place[1], master.span)
         self.masters = found.masters
         self.sites = found.sites
+        self.shells = found.shells
         self.sizes = [master.num_bytes for master in found.masters]
         self.pinned.clear()
         self._exposed = self._aliased()
@@ -143,6 +146,7 @@ class Weights:
             for holder, key in master.slots:
                 holder[key] = master.absent
             master.show_deep((master.original,), master.absent)
+        show(self.shells, self._parameters())
         self._structure = [
             (holder, tuple(holder.values()))
             for root in self.roots.values()
@@ -158,14 +162,19 @@ class Weights:
                 if any(holder.get(key) is tensor for tensor in mine):
                     holder[key] = master.original
             master.show_deep(mine, master.original)
+        put_back(self.shells, self._parameters(), self)
         for root in self.roots.values():
             for module in root.modules():
                 restore(module._parameters, self)
                 restore(module._buffers, self)
         for master in self.masters:
             master.retire()
+        self.shells = []
         self.masters = []  # each refers to a parameter of the user's, and so would look like somebody who holds it
         self._structure = []
+
+    def _parameters(self) -> Iterator[dict[str, Any]]:
+        return (module._parameters for root in self.roots.values() for module in root.modules())
 
     def unspill(self) -> None:
         """Bring spilled masters back to RAM and delete the file."""
@@ -193,7 +202,11 @@ class Weights:
             for value, known in zip(holder.values(), expected, strict=True):
                 if value is not known:
                     return True
-        return False
+        return any(shell.is_changed for shell in self.shells)
+
+    def streamed_ids(self) -> set[int]:
+        """``id`` of the user's parameters that stay on the host, and of the tensors in them."""
+        return {id(master.original) for master in self.masters} | {id(shell.wrapper) for shell in self.shells}
 
     # Keeping masters true
 
