@@ -51,12 +51,16 @@ def parts_of(wrapper: Any, name: str = "") -> Iterator[Part]:
             yield Part(holder, key, full, inner)
 
 
+def tensors_in(wrapper: Any) -> list[Any]:
+    """The tensors that a wrapper holds, wherever it does."""
+    return [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+
+
 def num_bytes(param: torch.Tensor) -> int:
     """Bytes that a parameter takes: of the tensors in it where it is a wrapper."""
-    if not is_wrapper(param):
-        return 0 if nn.parameter.is_lazy(param) else param.numel() * param.element_size()
-    wrapper: Any = param
-    return sum(num_bytes(getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0])
+    if is_wrapper(param):
+        return sum(map(num_bytes, tensors_in(param)))
+    return 0 if nn.parameter.is_lazy(param) else param.numel() * param.element_size()
 
 
 def rebuilt(wrapper: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:

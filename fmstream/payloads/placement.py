@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fmstream.payloads.kinds import is_wrapper
+from fmstream.payloads.kinds import is_wrapper, tensors_in
 
 
 class OnDevice(torch.Tensor):
@@ -115,6 +115,14 @@ def _bring_back(record: _Placed) -> None:
     unseen = _version(placed) == record.placed_version  # but the kernels of some norms raise no version
     if unseen and _version(original) != record.original_version:
         return
+    _take_over(placed, original)
+
+
+def _take_over(placed: torch.Tensor, original: torch.Tensor) -> None:
+    if is_wrapper(original) and type(placed) is type(original):
+        for there, here in zip(tensors_in(placed), tensors_in(original), strict=True):
+            _take_over(there, here)
+        return
     present = placed.detach().to(original.device)
     if not _same_bytes(present, original):
         with torch.inference_mode(original.is_inference()):
@@ -136,7 +144,8 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     placed = tensor.detach().to(device)
     if isinstance(tensor, nn.Parameter):
         placed = nn.Parameter(placed, tensor.requires_grad)
-        placed.__dict__.update(tensor.__dict__)
+        for key, value in tensor.__dict__.items():
+            placed.__dict__.setdefault(key, value)  # but the tensors in a wrapper are on the device by now
     return placed
 
 

@@ -101,6 +101,8 @@ class Shell:
 
     def give_back(self) -> None:
         """Bring to the user's wrapper what was put into the shell instead; its masters show their own tensors again."""
+        if not self._shown:
+            return  # it was not shown
         present, own = self.tensor.__dict__, self.wrapper.__dict__
         for name in self._names:
             shell, tensor = self.inside.get(name), present.get(name)
