@@ -142,7 +142,7 @@ class Session:
         given = sum(weights.sizes) if fits else memory - kept
         self._start_actors(given, totals.smallest_bytes - totals.kept_bytes)
         if annex is not None:
-            annex.place(weights.roots.values(), weights.streamed_ids())
+            annex.place(weights)
         weights.install()
         for site in weights.sites:
             self._seams.put(self, site)

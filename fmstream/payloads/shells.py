@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fmstream.payloads.absent import Absent
 from fmstream.payloads.bound import Bound, InGraph
@@ -190,30 +191,34 @@ def _user_wrapper(shown: torch.Tensor) -> torch.Tensor:
     return shell.wrapper if type(shell) is Shell else shown
 
 
-def show(shells: Iterable[Shell], holders: Iterable[dict[str, Any]]) -> None:
-    """Put shells into dicts of parameters, in the place of the user's wrappers."""
+def show(shells: Iterable[Shell], roots: Iterable[nn.Module]) -> None:
+    """Put shells into modules, in the place of the user's wrappers."""
     tensors = {}
     for shell in shells:
         shell.install()
         tensors[id(shell.wrapper)] = shell.tensor
-    for holder in holders if tensors else ():
-        for key, value in holder.items():
+    for module in _modules(roots) if tensors else ():
+        for key, value in module._parameters.items():
             if id(value) in tensors:
-                holder[key] = tensors[id(value)]
+                module._parameters[key] = tensors[id(value)]
 
 
-def put_back(shells: Iterable[Shell], holders: Iterable[dict[str, Any]], keeper: Keeper) -> None:
+def put_back(shells: Iterable[Shell], roots: Iterable[nn.Module], keeper: Keeper) -> None:
     """Put the user's wrappers in the place of shells, and host memory in that of what was detached from one."""
     wrappers = {}
     for shell in shells:
         shell.give_back()
         wrappers[id(shell.tensor)] = shell.wrapper
-    for holder in holders:
-        for key, value in holder.items():
+    for module in _modules(roots):
+        for key, value in module._parameters.items():
             if id(value) in wrappers:
-                holder[key] = wrappers[id(value)]
+                module._parameters[key] = wrappers[id(value)]
             elif value is not None and "__reduce_ex__" in value.__dict__ and _stands_for(value, keeper):
-                holder[key] = _strip(rebuilt(value, _on_host))
+                module._parameters[key] = _strip(rebuilt(value, _on_host))
+
+
+def _modules(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return (module for root in roots for module in root.modules())
 
 
 def _stands_for(wrapper: Any, keeper: Keeper) -> bool:

@@ -7,7 +7,7 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ class Weights:
             for holder, key in master.slots:
                 holder[key] = master.absent
             master.show_deep((master.original,), master.absent)
-        show(self.shells, self._parameters())
+        show(self.shells, self.roots.values())
         self._structure = [
             (holder, tuple(holder.values()))
             for root in self.roots.values()
@@ -162,7 +162,7 @@ class Weights:
                 if any(holder.get(key) is tensor for tensor in mine):
                     holder[key] = master.original
             master.show_deep(mine, master.original)
-        put_back(self.shells, self._parameters(), self)
+        put_back(self.shells, self.roots.values(), self)
         for root in self.roots.values():
             for module in root.modules():
                 restore(module._parameters, self)
@@ -172,9 +172,6 @@ class Weights:
         self.shells = []
         self.masters = []  # each refers to a parameter of the user's, and so would look like somebody who holds it
         self._structure = []
-
-    def _parameters(self) -> Iterator[dict[str, Any]]:
-        return (module._parameters for root in self.roots.values() for module in root.modules())
 
     def unspill(self) -> None:
         """Bring spilled masters back to RAM and delete the file."""
@@ -203,10 +200,6 @@ class Weights:
                 if value is not known:
                     return True
         return any(shell.is_changed for shell in self.shells)
-
-    def streamed_ids(self) -> set[int]:
-        """``id`` of the user's parameters that stay on the host, and of the tensors in them."""
-        return {id(master.original) for master in self.masters} | {id(shell.wrapper) for shell in self.shells}
 
     # Keeping masters true
 
