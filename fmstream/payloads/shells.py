@@ -197,10 +197,10 @@ def show(shells: Iterable[Shell], roots: Iterable[nn.Module]) -> None:
     for shell in shells:
         shell.install()
         tensors[id(shell.wrapper)] = shell.tensor
-    for module in _modules(roots) if tensors else ():
-        for key, value in module._parameters.items():
+    for holder in _parameters(roots) if tensors else ():
+        for key, value in holder.items():
             if id(value) in tensors:
-                module._parameters[key] = tensors[id(value)]
+                holder[key] = tensors[id(value)]
 
 
 def put_back(shells: Iterable[Shell], roots: Iterable[nn.Module], keeper: Keeper) -> None:
@@ -209,16 +209,16 @@ def put_back(shells: Iterable[Shell], roots: Iterable[nn.Module], keeper: Keeper
     for shell in shells:
         shell.give_back()
         wrappers[id(shell.tensor)] = shell.wrapper
-    for module in _modules(roots):
-        for key, value in module._parameters.items():
+    for holder in _parameters(roots):
+        for key, value in holder.items():
             if id(value) in wrappers:
-                module._parameters[key] = wrappers[id(value)]
+                holder[key] = wrappers[id(value)]
             elif value is not None and "__reduce_ex__" in value.__dict__ and _stands_for(value, keeper):
-                module._parameters[key] = _strip(rebuilt(value, _on_host))
+                holder[key] = _strip(rebuilt(value, _on_host))
 
 
-def _modules(roots: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    return (module for root in roots for module in root.modules())
+def _parameters(roots: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
+    return (module._parameters for root in roots for module in root.modules())
 
 
 def _stands_for(wrapper: Any, keeper: Keeper) -> bool:
@@ -271,4 +271,4 @@ def _on_host(part: torch.Tensor) -> torch.Tensor:
     """A tensor of host memory for one that is in a shell: the master's own where it stands for one."""
     if isinstance(part, Absent | Bound | InGraph):
         return part.master.memory()
-    return rebuilt(part, _on_host) if is_wrapper(part) else part.detach().to("cpu")  # type: ignore[no-any-return]
+    return rebuilt(part, _on_host) if is_wrapper(part) else part.detach().to("cpu")
