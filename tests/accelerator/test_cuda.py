@@ -74,7 +74,7 @@ def test_compiled_blocks_stream(backend: str) -> None:
     twin = twin_on(module)
     for part in (*module, *(twin if backend == "inductor" else ())):
         part.compile(backend=backend, fullgraph=True)
-    with torch.no_grad(), streaming(module, edited=True) as handle:
+    with torch.no_grad(), streaming(module, edited=True, keeps=True) as handle:
         graphs = []
         for number in range(6):
             inputs = noise(2, 4, WIDTH, seed=number).to(here.name)
