@@ -17,10 +17,13 @@ from fmstream.emulator.backlog import Execution
 from fmstream.errors import ConfigError
 from tests.accelerator.cases import WIDTH, Block, x
 from tests.accelerator.kit import ORDERS, equal, fresh, here, named, on_host, streaming, twin_on
+from tests.clients.client import client
+from tests.clients.diffusion import flux_forward
 from tests.kit import assert_streams_fully, num_faults
 from tests.kit_quantised import gguf, scaled, torchao, true_bytes
 
 DEPTH = 6
+FLUX = client("flux", flux_forward)
 BACKENDS = ["eager", "aot_eager"]
 
 
@@ -191,6 +194,26 @@ def test_quantised_layers_in_compiled_blocks(build: Callable[[], Any]) -> None:
         assert num_faults(handle) == 0
         handle._session.settle_times()
         assert_streams_fully(handle)
+
+
+def test_diffusers_compiles_repeated_blocks() -> None:
+    fresh()
+    built, twin = FLUX.build(), FLUX.build()
+    twin.modules.to(here.name)
+    built.modules.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), streaming(built.modules, edited=True) as handle:
+        outputs, graphs = [], []
+        for _ in range(5):
+            outputs.append(built.call(here.name))
+            graphs.append(num_graphs())
+        expected = on_host(twin.call(here.name))
+        for output in outputs:
+            equal(on_host(output), expected)
+        assert graphs == [graphs[0]] * 5
+        assert num_faults(handle) == 0
+        handle._session.settle_times()
+        assert_streams_fully(handle)
+        del outputs, output
 
 
 def test_a_failure_in_a_compiled_block_leaves_it_usable() -> None:
