@@ -129,7 +129,7 @@ def run_operator(op: Operator, *args: Any, **kwargs: Any) -> Any:
     if schema.tensors:
         args = with_tensors(schema, args)
     call = Call(op, schema, args, kwargs)
-    if call.writes:
+    if call.writes and not schema.makes:
         return _run_in_place(call, args, kwargs)
     expected = forecast(op, schema, args, kwargs)
     if expected is None:
@@ -137,7 +137,7 @@ def run_operator(op: Operator, *args: Any, **kwargs: Any) -> Any:
     tree = [_allocate(given) for given in expected.given]
     places = _flat(tree)
     outputs = [place for place in places if place is not None]
-    _submit(call, outputs, expected.flops, lambda run: _fill(run, list(map(_alias, places))))
+    _submit(call, [*outputs, *call.writes], expected.flops, lambda run: _fill(run, list(map(_alias, places))))
     return tuple(tree) if expected.is_tuple else tree[0]
 
 
@@ -293,7 +293,7 @@ def _run_at_once(call: Call) -> Any:
     outputs = [value for value in made if is_device(value)]
     fill = _fill(lambda: results, [current.memory.alias(output) for output in outputs])
     kept = fill if current.knowledge is None else current.knowledge.keep(outputs, fill)
-    enqueue(call.schema.name, kept, call.reads, outputs, blocking=True)
+    enqueue(call.schema.name, kept, call.reads, [*outputs, *call.writes], blocking=True)
     return tuple(made) if is_tuple else made[0]
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
-
 from fmstream.actors.compute import Executor
 from fmstream.actors.prefetch import PrefetchActor
 from fmstream.actors.tape import Timeline
@@ -65,9 +61,10 @@ class Annex:
                 "which is slower and changes no result (raise the limit of locked memory, or close what else pins it)"
             )
 
-    def place(self, roots: Iterable[nn.Module], streamed: set[int]) -> None:
-        """Bring what is not streamed to the device; ``streamed`` are the ``id`` of the other parameters."""
-        moved = self._placement.place([module for root in roots for module in root.modules()], streamed)
+    def place(self, weights: Weights) -> None:
+        """Bring what is not streamed to the device."""
+        streamed = {id(master.original) for master in weights.masters} | {id(shell.wrapper) for shell in weights.shells}
+        moved = self._placement.place([m for root in weights.roots.values() for m in root.modules()], streamed)
         if moved:
             self._telemetry.notes.append(f"{moved} bytes of buffers and parameters are on the device beside the memory")
 

@@ -6,7 +6,7 @@ import copy
 import ctypes
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from fmstream.payloads.absent import Absent
 from fmstream.payloads.bound import HOLD, InGraph, hand_over_grad, hide
 from fmstream.payloads.kinds import dress, is_dressed
 from fmstream.payloads.views import View, alias, bytes_of, same_view
+
+if TYPE_CHECKING:
+    from fmstream.payloads.shells import Shell
 
 STAGING_BYTES = 1 << 20
 """For reads on the calling thread."""
@@ -80,6 +83,7 @@ class Master:
         bound_version: its count of in-place writes when it was bound.
         in_graph: what graphs are given for it, once there was one.
         look_up: what gives rows of a table that is not streamed as a whole; None for any other parameter.
+        shell: what stands for the user's wrapper that has ``original`` in it, on another device than the host.
     """
 
     __slots__ = (
@@ -100,6 +104,7 @@ class Master:
         "original",
         "requires_grad",
         "seen_version",
+        "shell",
         "size",
         "slots",
         "span",
@@ -116,6 +121,7 @@ class Master:
         self.bound_version = 0
         self.in_graph: InGraph | None = None
         self.look_up: Callable[[Master, torch.Tensor], torch.Tensor | None] | None = None
+        self.shell: Shell | None = None
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.deep: list[tuple[dict[str, Any], str, Any]] = []
         self._describe()
@@ -236,6 +242,8 @@ class Master:
     def is_held(self) -> bool:
         """Whether somebody else holds the user's parameter object, and so may write it past its stand-in."""
         ours = 2 if self.in_graph is None else 2 + HOLD  # this object's reference, the call's, and a graph's
+        if self.shell is not None:
+            return self.shell.is_held or sys.getrefcount(self.original) > ours + 1
         return sys.getrefcount(self.original) > ours
 
     def expose(self, as_array: bool) -> torch.Tensor:

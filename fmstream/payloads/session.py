@@ -146,7 +146,7 @@ class Session:
         given = sum(weights.sizes) - weights.unbound_bytes if fits else memory - kept - fitting.row_bytes
         self._start_actors(given, fitting.least_bytes)
         if annex is not None:
-            annex.place(weights.roots.values(), {id(master.original) for master in weights.masters})
+            annex.place(weights)
         weights.install()
         for site in weights.sites:
             self._seams.put(self, site)

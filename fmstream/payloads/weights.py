@@ -25,6 +25,7 @@ from fmstream.payloads.bound import InGraph, make_bound, show_in_graph
 from fmstream.payloads.embeddings import Tables, find_tables, release
 from fmstream.payloads.kinds import is_dressed
 from fmstream.payloads.master import Master
+from fmstream.payloads.shells import Shell, put_back, show
 from fmstream.payloads.sites import Site, Survey, survey
 from fmstream.payloads.views import bytes_of, looks_into, point_at
 from fmstream.payloads.watch import Watch
@@ -48,6 +49,7 @@ class Weights:
         self.executor: Executor | None = None
         self.sites: list[Site] = []
         self.masters: list[Master] = []
+        self.shells: list[Shell] = []
         self.sizes: Sequence[int] = ()
         self.stack: list[Site] = []
         """Modules that are being called, innermost last."""
@@ -88,6 +90,7 @@ class Weights:
                 master.home = FileHome(self._files.open(place[0]), place[1], master.span)
         self.masters = found.masters
         self.sites = found.sites
+        self.shells = found.shells
         self.sizes = [master.num_bytes for master in found.masters]
         self.unbound = set()
         self.pinned.clear()
@@ -157,6 +160,7 @@ class Weights:
             for holder, key in master.slots:
                 holder[key] = master.absent
             master.show_deep((master.original,), master.absent)
+        show(self.shells, self.roots.values())
         self._structure = [
             (holder, tuple(holder.values()))
             for root in self.roots.values()
@@ -172,12 +176,14 @@ class Weights:
                 if any(holder.get(key) is tensor for tensor in mine):
                     holder[key] = master.original
             master.show_deep(mine, master.original)
+        put_back(self.shells, self.roots.values(), self)
         for root in self.roots.values():
             for module in root.modules():
                 restore(module._parameters, self)
                 restore(module._buffers, self)
         for master in self.masters:
             master.retire()
+        self.shells = []
         self.masters = []  # each refers to a parameter of the user's, and so would look like somebody who holds it
         self._structure = []
 
@@ -207,7 +213,7 @@ class Weights:
             for value, known in zip(holder.values(), expected, strict=True):
                 if value is not known:
                     return True
-        return False
+        return any(shell.is_changed for shell in self.shells)
 
     # Keeping masters true
 
