@@ -1,0 +1,156 @@
+"""The paged cache: what transformers asks of a ``Cache``, over pools of pages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from fmstream.device.lanes import Lanes, lanes_of
+from fmstream.device.opening import open_device
+from fmstream.errors import ConfigError
+from fmstream.payloads.kv.layer import PagedLayer
+from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.shape import PageShape
+from fmstream.payloads.kv.tiers import TierCounts
+
+
+@dataclass(frozen=True, slots=True)
+class KvStatistics:
+    """A snapshot of a cache, over all its pools.
+
+    Attributes:
+        page_bytes: bytes of a page, of the largest pool's.
+        device_pages: pages of fast memory, those where a layer is put together included.
+        resident_pages: pages in frames.
+        host_pages, file_pages: pages that have a home in host memory, in the file.
+        device_bytes, host_bytes: memory taken.
+        recalled_bytes, spilled_bytes: what went to the device and came from it.
+        file_read_bytes, file_written_bytes: what went to the file and came from it.
+        num_lent: times that keys or values were kept by somebody, so that other memory had to be taken.
+    """
+
+    page_bytes: int
+    device_pages: int
+    resident_pages: int
+    host_pages: int
+    file_pages: int
+    device_bytes: int
+    host_bytes: int
+    recalled_bytes: int
+    spilled_bytes: int
+    file_read_bytes: int
+    file_written_bytes: int
+    num_lent: int
+
+
+class PagedCache(DynamicCache):
+    """A key-value cache of fixed size on the device; what does not fit is on the host, and in a file.
+
+    Every token attends to every other, so that results are ``DynamicCache``'s, bit for bit.  Layers with full attention
+    are paged; sliding windows and recurrent states, which do not grow, are transformers' own.
+
+    Args:
+        config: the model's configuration.
+        kv_cache_max_pages: pages of fast memory for the layers of each shape; a page holds ``page_tokens`` tokens of one
+            sequence in one layer.  The least is one layer of all sequences, and one page.
+        page_tokens: tokens of a page.
+        kv_host_memory: host memory that pages may take, in bytes; None leaves a floor.
+        spill_dir: folder for pages that find no room in host memory.
+
+    Raises:
+        ConfigError: an option has a value that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kv_cache_max_pages: int,
+        *,
+        page_tokens: int = 32,
+        kv_host_memory: int | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        for name, value in (("kv_cache_max_pages", kv_cache_max_pages), ("page_tokens", page_tokens)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} is no number of at least 1")
+        plain = DynamicCache(config=config)
+        self.notes: list[str] = []
+        """Sentences for the user."""
+        self._max_pages = kv_cache_max_pages
+        self._page_tokens = page_tokens
+        self._host_bytes = kv_host_memory
+        self._spill_dir = spill_dir
+        self._pools: dict[tuple[torch.device, PageShape], Pool] = {}
+        self._lanes: dict[torch.device, Lanes] = {}
+        layers = [PagedLayer(self._pool_for) if is_paged(layer) else layer for layer in plain.layers]
+        Cache.__init__(self, layers=layers)
+
+    def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> Pool:
+        if keys.dtype != values.dtype:
+            raise ConfigError(f"keys are {keys.dtype} and values {values.dtype}: a page holds one type")
+        shape = PageShape(self._page_tokens, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
+        key = (keys.device, shape)
+        if key not in self._pools:
+            if keys.device not in self._lanes:
+                self._lanes[keys.device] = lanes_of(open_device(keys.device))
+            lanes = self._lanes[keys.device]
+            self._pools[key] = Pool(lanes, shape, self._max_pages, self._host_bytes, self._spill_dir, self._note)
+        return self._pools[key]
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    @property
+    def pools(self) -> Iterable[Pool]:
+        """The pools, one for each shape of keys and values."""
+        return self._pools.values()
+
+    def statistics(self) -> KvStatistics:
+        """What the cache holds and has moved so far."""
+        pools = list(self._pools.values())
+        tiers: list[TierCounts] = [pool.tiers.counts() for pool in pools]
+        states = [pool.table.counts() for pool in pools]
+        return KvStatistics(
+            page_bytes=max((pool.shape.num_bytes for pool in pools), default=0),
+            device_pages=sum(pool.max_pages for pool in pools),
+            resident_pages=sum(state.resident for state in states),
+            host_pages=sum(tier.host_pages for tier in tiers),
+            file_pages=sum(tier.file_pages for tier in tiers),
+            device_bytes=sum(pool.slab.num_bytes for pool in pools),
+            host_bytes=sum(tier.host_bytes for tier in tiers),
+            recalled_bytes=sum(pool.counts.recalled * pool.shape.num_bytes for pool in pools),
+            spilled_bytes=sum(pool.counts.spilled * pool.shape.num_bytes for pool in pools),
+            file_read_bytes=sum(tier.file_read_bytes for tier in tiers),
+            file_written_bytes=sum(tier.file_written_bytes for tier in tiers),
+            num_lent=sum(pool.counts.lent for pool in pools),
+        )
+
+    def check(self) -> None:
+        """Verify the laws of all pools."""
+        for pool in self._pools.values():
+            pool.check()
+
+    def close(self) -> None:
+        """Forget everything and give all memory back; may be called again."""
+        self.reset()
+        for pool in self._pools.values():
+            pool.close()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.pool = None
+        self._pools.clear()
+        self._lanes.clear()
+
+
+def is_paged(layer: Any) -> bool:
+    """Whether a layer of transformers' own grows with the sequence, and is plain enough to lie in pages."""
+    from transformers.cache_utils import DynamicLayer
+
+    return type(layer) is DynamicLayer
