@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fmstream.doors.load import load
     from fmstream.doors.run import Run, arun, run
     from fmstream.doors.stream import Stream, smallest_memory, stream
+    from fmstream.payloads.kv.cache import PagedCache
     from fmstream.report import Report
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "FmstreamError",
     "ForkedError",
     "MemoryBudgetError",
+    "PagedCache",
     "Report",
     "Run",
     "Stream",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "PagedCache": "fmstream.payloads.kv.cache",
     "Report": "fmstream.report",
     "Run": "fmstream.doors.run",
     "Stream": "fmstream.doors.stream",

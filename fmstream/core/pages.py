@@ -258,6 +258,14 @@ class PageTable:
         self.next_use = np.pad(self.next_use, (0, more), constant_values=NEVER)
         self.generation = np.pad(self.generation, (0, more))
 
+    def resize(self, num_frames: int) -> None:
+        """Have more frames, or fewer, where none of those that go is taken."""
+        if (self.owner[num_frames:] >= 0).any():
+            raise PageError(f"resize to {num_frames} frames: a page lies in one of those that would go")
+        more = max(0, num_frames - self.num_frames)
+        self.owner = np.pad(self.owner[:num_frames], (0, more), constant_values=-1)
+        self.num_frames = num_frames
+
     def find_free(self, count: int, low: int = 0, high: int | None = None) -> int:
         """First of ``count`` contiguous free frames, the lowest within ``[low, high)``, or -1."""
         high = self.num_frames if high is None else high

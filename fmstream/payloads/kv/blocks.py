@@ -28,6 +28,8 @@ class BlockTable:
 
     def __init__(self) -> None:
         self.length = 0
+        self.version = 0
+        """Another number after each change."""
         self._pages: Ids = np.empty((0, 0), np.int32)
         self._num_columns = 0
 
@@ -43,6 +45,7 @@ class BlockTable:
 
     def extend(self, pages: Ids) -> None:
         """Add columns."""
+        self.version += 1
         wanted = self._num_columns + pages.shape[1]
         if pages.shape[0] != self._pages.shape[0] or wanted > self._pages.shape[1]:
             grown = np.empty((pages.shape[0], max(wanted, 2 * self._num_columns)), np.int32)
@@ -54,12 +57,14 @@ class BlockTable:
 
     def cut(self, num_columns: int) -> Ids:
         """Drop columns from ``num_columns`` on; returns the pages in them."""
+        self.version += 1
         dropped = self._pages[:, num_columns : self._num_columns].copy()
         self._num_columns = min(self._num_columns, num_columns)
         return dropped
 
     def choose(self, sequences: NDArray[np.int64]) -> None:
         """Put other sequences in place of those that are there; one may be chosen several times."""
+        self.version += 1
         self._pages = self._pages[sequences]
 
     def clear(self) -> Ids:
@@ -70,6 +75,7 @@ class BlockTable:
 
     def become(self, other: BlockTable) -> None:
         """Be what another table is, which is not used any more."""
+        self.version += 1
         self.length, self._pages, self._num_columns = other.length, other._pages, other._num_columns
 
     def copy(self) -> BlockTable:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
 from fmstream.errors import ConfigError
-from fmstream.payloads.kv.layer import PagedLayer
+from fmstream.payloads.kv.blocks import BlockTable
+from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.tiers import TierCounts
@@ -57,8 +60,8 @@ class PagedCache(DynamicCache):
 
     Args:
         config: the model's configuration.
-        kv_cache_max_pages: pages of fast memory for the layers of each shape; a page holds ``page_tokens`` tokens of one
-            sequence in one layer.  The least is one layer of all sequences, and one page.
+        kv_cache_max_pages: pages of fast memory for the layers of each shape; a page holds ``page_tokens`` tokens of
+            one sequence in one layer.  The least is one layer of all sequences.
         page_tokens: tokens of a page.
         kv_host_memory: host memory that pages may take, in bytes; None leaves a floor.
         spill_dir: folder for pages that find no room in host memory.
@@ -87,11 +90,13 @@ class PagedCache(DynamicCache):
         self._host_bytes = kv_host_memory
         self._spill_dir = spill_dir
         self._pools: dict[tuple[torch.device, PageShape], Pool] = {}
+        self._siblings: dict[Pool, list[BlockTable]] = {}
         self._lanes: dict[torch.device, Lanes] = {}
-        layers = [PagedLayer(self._pool_for) if is_paged(layer) else layer for layer in plain.layers]
+        pool_for = weak(self._pool_for)
+        layers = [PagedLayer(pool_for) if is_paged(layer) else layer for layer in plain.layers]
         Cache.__init__(self, layers=layers)
 
-    def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> Pool:
+    def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
         if keys.dtype != values.dtype:
             raise ConfigError(f"keys are {keys.dtype} and values {values.dtype}: a page holds one type")
         shape = PageShape(self._page_tokens, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
@@ -101,7 +106,25 @@ class PagedCache(DynamicCache):
                 self._lanes[keys.device] = lanes_of(open_device(keys.device))
             lanes = self._lanes[keys.device]
             self._pools[key] = Pool(lanes, shape, self._max_pages, self._host_bytes, self._spill_dir, self._note)
-        return self._pools[key]
+        pool = self._pools[key]
+        return pool, self._siblings.setdefault(pool, [])
+
+    def fork(self) -> PagedCache:
+        """A cache of the same content in the same pools; pages are shared until either writes to them."""
+        other: PagedCache = copy.copy(self)
+        other._siblings, other.layers = {}, []
+        pool_for = weak(other._pool_for)
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                siblings = other._siblings.setdefault(layer.pool, []) if layer.pool is not None else []
+                other.layers.append(layer.fork(pool_for, siblings))
+            else:
+                other.layers.append(copy.deepcopy(layer))
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        memo[id(self)] = forked = self.fork()
+        return forked
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -116,7 +139,7 @@ class PagedCache(DynamicCache):
         """What the cache holds and has moved so far."""
         pools = list(self._pools.values())
         tiers: list[TierCounts] = [pool.tiers.counts() for pool in pools]
-        states = [pool.table.counts() for pool in pools]
+        states = [pool.frames.table.counts() for pool in pools]
         return KvStatistics(
             page_bytes=max((pool.shape.num_bytes for pool in pools), default=0),
             device_pages=sum(pool.max_pages for pool in pools),
@@ -125,11 +148,11 @@ class PagedCache(DynamicCache):
             file_pages=sum(tier.file_pages for tier in tiers),
             device_bytes=sum(pool.slab.num_bytes for pool in pools),
             host_bytes=sum(tier.host_bytes for tier in tiers),
-            recalled_bytes=sum(pool.counts.recalled * pool.shape.num_bytes for pool in pools),
-            spilled_bytes=sum(pool.counts.spilled * pool.shape.num_bytes for pool in pools),
+            recalled_bytes=sum(pool.frames.counts.recalled * pool.shape.num_bytes for pool in pools),
+            spilled_bytes=sum(pool.frames.counts.spilled * pool.shape.num_bytes for pool in pools),
             file_read_bytes=sum(tier.file_read_bytes for tier in tiers),
             file_written_bytes=sum(tier.file_written_bytes for tier in tiers),
-            num_lent=sum(pool.counts.lent for pool in pools),
+            num_lent=sum(pool.num_lent for pool in pools),
         )
 
     def check(self) -> None:
@@ -146,11 +169,23 @@ class PagedCache(DynamicCache):
             if isinstance(layer, PagedLayer):
                 layer.pool = None
         self._pools.clear()
+        self._siblings.clear()
         self._lanes.clear()
 
 
 def is_paged(layer: Any) -> bool:
     """Whether a layer of transformers' own grows with the sequence, and is plain enough to lie in pages."""
-    from transformers.cache_utils import DynamicLayer
-
     return type(layer) is DynamicLayer
+
+
+def weak(pool_for: PoolFor) -> PoolFor:
+    """The same without keeping the cache alive: a cycle would leave its memory taken until the next collection."""
+    method = weakref.WeakMethod(pool_for)  # type: ignore[type-var]
+
+    def call(keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
+        bound = method()
+        assert bound is not None
+        found: tuple[Pool, list[BlockTable]] = bound(keys, values)
+        return found
+
+    return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,8 @@ from fmstream.errors import ConfigError
 from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.pool import Pool
 
-PoolFor = Callable[[torch.Tensor, torch.Tensor], Pool]
-"""The pool for keys and values of such shapes."""
+PoolFor = Callable[[torch.Tensor, torch.Tensor], tuple[Pool, list[BlockTable]]]
+"""The pool for keys and values of such shapes, and the layers of the cache that are in it, in order."""
 
 
 class PagedLayer(CacheLayerMixin):
@@ -31,8 +32,7 @@ class PagedLayer(CacheLayerMixin):
         self._pool_for = pool_for
         self.pool: Pool | None = None
         self.block = BlockTable()
-        self.index = -1
-        """Its place among the layers of the pool."""
+        self._siblings: list[BlockTable] = []
         super().__init__()
 
     # What DynamicLayer keeps as tensors is put together when it is asked for.
@@ -56,25 +56,35 @@ class PagedLayer(CacheLayerMixin):
         pass  # the base class clears it
 
     def _together(self) -> tuple[torch.Tensor, torch.Tensor]:
-        pool = self._entered()
-        with torch.no_grad():
-            return pool.assemble(self.block, self.block.length, self.block.num_sequences)
-
-    def _entered(self) -> Pool:
         assert self.pool is not None
-        self.pool.lanes.enter(self.pool.slab)
-        self.pool.current = self.index
-        self.pool.retire()
-        return self.pool
+        self.pool.enter(self.block)
+        with torch.no_grad():
+            return self.pool.together(self.block)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Find the pool for keys and values of this shape."""
         self.device, self.dtype = key_states.device, key_states.dtype
         if self.pool is None:
-            self.pool = self._pool_for(key_states, value_states)
-            self.index = len(self.pool.layers)
-            self.pool.layers.append(self.block)
+            self.join(*self._pool_for(key_states, value_states))
         self.is_initialized = True
+
+    def join(self, pool: Pool, siblings: list[BlockTable]) -> None:
+        """Be a layer of a pool until this is dropped."""
+        self.pool, self._siblings = pool, siblings
+        siblings.append(self.block)
+        pool.layers.append(self.block)
+        # The pool may be at work when this is collected: it looks at who left when it is used next.
+        weakref.finalize(self, pool.left.append, self.block).atexit = False
+
+    def fork(self, pool_for: PoolFor, siblings: list[BlockTable]) -> PagedLayer:
+        """A layer of the same content, whose pages are shared until either writes to them."""
+        other = PagedLayer(pool_for)
+        if self.pool is not None:
+            other.device, other.dtype, other.is_initialized = self.device, self.dtype, self.is_initialized
+            other.block = self.block.copy()
+            self.pool.frames.share(other.block.pages)
+            other.join(self.pool, siblings)
+        return other
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -86,19 +96,18 @@ class PagedLayer(CacheLayerMixin):
             MemoryBudgetError: there is no room in any tier; the layer is as before.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ConfigError(
-                "keys and values in pages have no gradients: call the model under torch.no_grad(), or without this cache"
-            )
+            raise ConfigError("keys and values in pages have no gradients: call the model under torch.no_grad()")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        pool, begin = self._entered(), self.block.length
-        end = begin + key_states.shape[-2]
+        assert self.pool is not None
+        pool, begin, siblings = self.pool, self.block.length, self._siblings
+        pool.enter(self.block)
         with torch.no_grad():
-            keys, values = pool.assemble(self.block, end, key_states.shape[0])
+            keys, values = pool.assemble(self.block, key_states.shape[0], begin + key_states.shape[-2])
             keys[:, :, begin:].copy_(key_states)
             values[:, :, begin:].copy_(value_states)
             pool.store(self.block, keys, values)
-            pool.prefetch((self.index + 1) % len(pool.layers))
+            pool.prefetch(siblings[(siblings.index(self.block) + 1) % len(siblings)])
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -117,7 +126,7 @@ class PagedLayer(CacheLayerMixin):
         """Forget everything."""
         self.is_initialized = False
         if self.pool is not None:
-            self.pool.release(self.block.clear())
+            self.pool.frames.release(self.block.clear())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
@@ -126,15 +135,15 @@ class PagedLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or self.pool is None:
             return
         self.block.length = max(0, self.block.length + tokens_to_remove)
-        self.pool.release(self.block.cut(self.pool.shape.pages(self.block.length)))
+        self.pool.frames.release(self.block.cut(self.pool.shape.pages(self.block.length)))
 
     def _choose(self, sequences: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         if self.pool is None or not self.block.length:
             return
         before = self.block.pages.copy()
         self.block.choose(sequences)
-        self.pool.share(self.block.pages)
-        self.pool.release(before)
+        self.pool.frames.share(self.block.pages)
+        self.pool.frames.release(before)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put other sequences in place of those that are there, by index [batch]; pages are shared, not copied."""

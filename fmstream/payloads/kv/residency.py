@@ -1,7 +1,7 @@
 """Which pages stay in frames where not all fit: the layers are read in turn, over and over.
 
-Whatever was used last is needed last, so that keeping what is recent would always miss.  A share of every layer, the same
-for each, stays; the rest of a layer makes room as soon as it was read.  So the link has the same work in every layer.
+Whatever was used last is needed last, so that keeping what is recent would always miss.  The same share of every layer
+stays; the rest of a layer makes room as soon as it was read.  So the link has the same work in every layer.
 """
 
 from __future__ import annotations

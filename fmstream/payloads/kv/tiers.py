@@ -131,7 +131,7 @@ class Tiers:
         if not memory.pinned:
             self._note(
                 f"the system refused to pin {memory.num_bytes} bytes for KV pages: they are copied from pageable "
-                "memory, slower and with the host waiting (raise the limit of locked memory, or close what else pins it)"
+                "memory, which is slower and lets the host wait (raise the limit of locked memory)"
             )
         # A number is left out between blocks, so that no run goes from one to the next.
         first = self._blocks[-1].first + self._blocks[-1].num_pages + 1 if self._blocks else 0
@@ -146,8 +146,8 @@ class Tiers:
         limit = "all but its floor" if self._host_bytes is None else f"{self._host_bytes} bytes"
         return (
             f"no room for another page of {self.page_bytes} bytes of keys and values: the frames on "
-            f"{self._lanes.torch_device} are all in use, the host tier holds {taken} bytes of {limit}, and {last}: give "
-            "a spill_dir with room, more host memory (kv_host_memory), or a larger kv_cache_max_pages"
+            f"{self._lanes.torch_device} are all in use, the host tier holds {taken} bytes of {limit}, and {last}: "
+            "give a spill_dir with room, more host memory (kv_host_memory), or a larger kv_cache_max_pages"
         )
 
     # Copies
