@@ -29,6 +29,7 @@ from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, groups, saved, transforms
 from fmstream.payloads.annex import Annex
 from fmstream.payloads.compiled import REMEDY
+from fmstream.payloads.kv.generating import GenerateSeam, KvOptions
 from fmstream.payloads.passbook import Ended, Passbook
 from fmstream.payloads.passes import Pass
 from fmstream.payloads.planner import Meter, Planner
@@ -81,6 +82,7 @@ class Session:
         self.storages: set[int] = set()
         self._routes: Routes | None = None
         self._seams = Seams()
+        self._generating = GenerateSeam(KvOptions.of(config), self.device, self.telemetry.notes.append)
         self._executor: Executor | None = None
         self._prefetch: PrefetchActor | None = None
         self._scheduler: Scheduler | None = None
@@ -104,6 +106,7 @@ class Session:
 
     def _survey(self, *, begun: bool = False) -> None:
         """Find parameters, decide what fits, and install what is needed."""
+        self._generating.put(self.weights.roots.values())
         weights, telemetry = self.weights, self.telemetry
         found = weights.survey()
         totals = budget.measure(found, weights.roots)
@@ -250,6 +253,7 @@ class Session:
 
     def _withdraw(self) -> None:
         """Take everything out of the modules again."""
+        self._generating.take_out()
         self._seams.take_out()
         self.weights.uninstall()
         if self._annex is not None:

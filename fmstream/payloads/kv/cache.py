@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from fmstream.config import check_kv_options, host_bytes
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
 from fmstream.errors import ConfigError
@@ -20,7 +21,10 @@ from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
+from fmstream.payloads.kv.sizing import Sizing
 from fmstream.payloads.kv.tiers import TierCounts
+
+MEGABYTE: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,14 @@ class PagedCache(DynamicCache):
     Args:
         config: the model's configuration.
         kv_cache_max_pages: pages of fast memory for the layers of each shape; a page holds ``page_tokens`` tokens of
-            one sequence in one layer.  The least is one layer of all sequences.
+            one sequence in one layer.  The least is one layer of all sequences.  None takes what is needed, as far as
+            the device's free memory goes.
         page_tokens: tokens of a page.
-        kv_host_memory: host memory that pages may take, in bytes; None leaves a floor.
+        cpu_offload_threshold_mb: where less of the device's memory is free, in 10^6 bytes, pages leave it and the pool
+            is made smaller.
+        kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto", which leaves a floor.
         spill_dir: folder for pages that find no room in host memory.
+        note: takes sentences for the user; None collects them in ``notes``.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -73,27 +81,28 @@ class PagedCache(DynamicCache):
     def __init__(
         self,
         config: Any,
-        kv_cache_max_pages: int,
+        kv_cache_max_pages: int | None = None,
         *,
         page_tokens: int = 32,
-        kv_host_memory: int | None = None,
+        cpu_offload_threshold_mb: int = 0,
+        kv_host_memory: int | str = "auto",
         spill_dir: str | os.PathLike[str] | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> None:
-        for name, value in (("kv_cache_max_pages", kv_cache_max_pages), ("page_tokens", page_tokens)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} is no number of at least 1")
+        check_kv_options(kv_cache_max_pages, page_tokens, cpu_offload_threshold_mb, kv_host_memory)
         plain = DynamicCache(config=config)
         self.notes: list[str] = []
-        """Sentences for the user."""
-        self._max_pages = kv_cache_max_pages
+        self._note = note or self.notes.append
         self._page_tokens = page_tokens
-        self._host_bytes = kv_host_memory
+        self._host_bytes = host_bytes(kv_host_memory)
         self._spill_dir = spill_dir
         self._pools: dict[tuple[torch.device, PageShape], Pool] = {}
         self._siblings: dict[Pool, list[BlockTable]] = {}
         self._lanes: dict[torch.device, Lanes] = {}
+        num_paged = sum(map(is_paged, plain.layers))
+        self._sizing = Sizing(kv_cache_max_pages, cpu_offload_threshold_mb * MEGABYTE, num_paged)
         pool_for = weak(self._pool_for)
-        layers = [PagedLayer(pool_for) if is_paged(layer) else layer for layer in plain.layers]
+        layers = [PagedLayer(pool_for, self._sizing) if is_paged(layer) else layer for layer in plain.layers]
         Cache.__init__(self, layers=layers)
 
     def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
@@ -105,7 +114,8 @@ class PagedCache(DynamicCache):
             if keys.device not in self._lanes:
                 self._lanes[keys.device] = lanes_of(open_device(keys.device))
             lanes = self._lanes[keys.device]
-            self._pools[key] = Pool(lanes, shape, self._max_pages, self._host_bytes, self._spill_dir, self._note)
+            size = self._sizing.first(lanes, shape, keys.shape[0], keys.shape[-2])
+            self._pools[key] = Pool(lanes, shape, size, self._host_bytes, self._spill_dir, self._note)
         pool = self._pools[key]
         return pool, self._siblings.setdefault(pool, [])
 
@@ -125,10 +135,6 @@ class PagedCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         memo[id(self)] = forked = self.fork()
         return forked
-
-    def _note(self, sentence: str) -> None:
-        if sentence not in self.notes:
-            self.notes.append(sentence)
 
     @property
     def pools(self) -> Iterable[Pool]:
@@ -162,7 +168,7 @@ class PagedCache(DynamicCache):
 
     def close(self) -> None:
         """Forget everything and give all memory back; may be called again."""
-        self.reset()
+        self.reset()  # type: ignore[no-untyped-call]
         for pool in self._pools.values():
             pool.close()
         for layer in self.layers:
@@ -180,7 +186,7 @@ def is_paged(layer: Any) -> bool:
 
 def weak(pool_for: PoolFor) -> PoolFor:
     """The same without keeping the cache alive: a cycle would leave its memory taken until the next collection."""
-    method = weakref.WeakMethod(pool_for)  # type: ignore[type-var]
+    method: weakref.WeakMethod[Any] = weakref.WeakMethod(pool_for)
 
     def call(keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
         bound = method()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fmstream.core.freeruns import FreeRuns
 from fmstream.core.order import Lane, Places
@@ -280,11 +282,11 @@ class Frames:
         assert not self.table.pins.any(), "a page is still pinned"
 
 
-def _steps(numbers: np.ndarray[tuple[int], np.dtype[np.signedinteger[int]]] | Ids) -> int:
+def _steps(numbers: NDArray[Any]) -> int:
     """How many numbers from the first on are consecutive."""
     return _first(numbers != numbers[0] + np.arange(len(numbers)))
 
 
-def _first(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+def _first(flags: NDArray[np.bool_]) -> int:
     """Index of the first flag that is set, or their number."""
     return int(np.argmax(flags)) if flags.any() else len(flags)

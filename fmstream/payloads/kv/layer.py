@@ -13,12 +13,13 @@ from transformers.cache_utils import CacheLayerMixin
 from fmstream.errors import ConfigError
 from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.sizing import Sizing
 
 PoolFor = Callable[[torch.Tensor, torch.Tensor], tuple[Pool, list[BlockTable]]]
 """The pool for keys and values of such shapes, and the layers of the cache that are in it, in order."""
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer with full attention whose keys and values lie in pages; it behaves as ``DynamicLayer``.
 
     What `update` returns is where the layer was put together: it is right until the next layer's `update`, and for as
@@ -28,12 +29,13 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, pool_for: PoolFor) -> None:
+    def __init__(self, pool_for: PoolFor, sizing: Sizing) -> None:
         self._pool_for = pool_for
+        self._sizing = sizing
         self.pool: Pool | None = None
         self.block = BlockTable()
         self._siblings: list[BlockTable] = []
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     # What DynamicLayer keeps as tensors is put together when it is asked for.
 
@@ -78,7 +80,7 @@ class PagedLayer(CacheLayerMixin):
 
     def fork(self, pool_for: PoolFor, siblings: list[BlockTable]) -> PagedLayer:
         """A layer of the same content, whose pages are shared until either writes to them."""
-        other = PagedLayer(pool_for)
+        other = PagedLayer(pool_for, self._sizing)
         if self.pool is not None:
             other.device, other.dtype, other.is_initialized = self.device, self.dtype, self.is_initialized
             other.block = self.block.copy()
@@ -101,9 +103,12 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.pool is not None
         pool, begin, siblings = self.pool, self.block.length, self._siblings
+        sequences, end = key_states.shape[0], begin + key_states.shape[-2]
         pool.enter(self.block)
         with torch.no_grad():
-            keys, values = pool.assemble(self.block, key_states.shape[0], begin + key_states.shape[-2])
+            if siblings[0] is self.block:
+                self._sizing.adjust(pool, sequences, end)
+            keys, values = pool.assemble(self.block, sequences, end)
             keys[:, :, begin:].copy_(key_states)
             values[:, :, begin:].copy_(value_states)
             pool.store(self.block, keys, values)

@@ -171,7 +171,7 @@ class Pool:
             behind = first + whole * tokens
             for target, source in ((keys, self._keys), (values, self._values)):
                 if whole:
-                    stretch = target[:, first:behind].unflatten(1, (whole, tokens))
+                    stretch = _by_page(target[:, first:behind], tokens)
                     stretch.copy_(source[frame : frame + whole].permute(1, 0, 2, 3))
                 if whole < count:
                     target[:, behind:length].copy_(source[frame + whole, :, : length - behind])
@@ -254,7 +254,7 @@ class Pool:
         low, high = max(start, behind), min(end, first + count * tokens)
         for source, target in ((keys, self._keys), (values, self._values)):
             if whole:
-                stretch = source[:, first:behind].unflatten(1, (whole, tokens))
+                stretch = _by_page(source[:, first:behind], tokens)
                 target[frame : frame + whole].permute(1, 0, 2, 3).copy_(stretch)
             if low < high:
                 target[frame + whole, :, low - behind : high - behind].copy_(source[:, low:high])
@@ -328,6 +328,12 @@ class Pool:
     def close(self) -> None:
         """Give host memory and the file back; the frames go with the last tensor over them.  May be called again."""
         self._finalizer()
+
+
+def _by_page(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[heads, n * tokens, dim] as [heads, n, tokens, dim]; a view."""
+    heads, length, dim = tensor.shape
+    return tensor.view(heads, length // tokens, tokens, dim)
 
 
 def _called(method: weakref.WeakMethod[Any], wanted: int) -> int:

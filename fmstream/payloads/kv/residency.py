@@ -21,7 +21,7 @@ ON_THE_WAY: Final = 1.25
 
 def kept_columns(num_frames: int, num_layers: int, table: BlockTable) -> int:
     """Columns at the beginning of every layer that stay in frames."""
-    sequences, columns = max(1, table.num_sequences), table.pages.shape[1]
+    sequences, columns = max(1, table.num_sequences), int(table.pages.shape[1])
     in_layer = sequences * columns
     if num_frames >= in_layer * num_layers:
         return columns

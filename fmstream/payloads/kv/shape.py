@@ -39,6 +39,6 @@ class PageShape(NamedTuple):
         """Keys and values of pages, [n, heads, tokens, dim] each, of a tensor [n, elements]."""
         keys, values = frames[:, : self.key_elements], frames[:, self.key_elements :]
         return (
-            keys.unflatten(1, (self.heads, self.tokens, self.key_dim)),
-            values.unflatten(1, (self.heads, self.tokens, self.value_dim)),
+            keys.view(len(frames), self.heads, self.tokens, self.key_dim),
+            values.view(len(frames), self.heads, self.tokens, self.value_dim),
         )

@@ -84,6 +84,7 @@ class Tiers:
         self._transit_next = 0
         self._host_used = self._file_used = 0
         self._written = self._read = 0
+        self._told = False
 
     # Homes
 
@@ -129,7 +130,7 @@ class Tiers:
             return False
         memory = self._lanes.block(num_pages * self.page_bytes)
         if not memory.pinned:
-            self._note(
+            self._tell(
                 f"the system refused to pin {memory.num_bytes} bytes for KV pages: they are copied from pageable "
                 "memory, which is slower and lets the host wait (raise the limit of locked memory)"
             )
@@ -140,6 +141,11 @@ class Tiers:
         self._starts.append(first)
         self._free.give(first, num_pages)
         return True
+
+    def _tell(self, sentence: str) -> None:
+        if not self._told:
+            self._told = True
+            self._note(sentence)
 
     def _full(self, last: str) -> str:
         taken = sum(block.memory.num_bytes for block in self._blocks)
