@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
+Numbers = NDArray[Any]
 
 
-def runs(numbers: Ids) -> Iterator[tuple[int, int, int]]:
+def runs(numbers: Numbers) -> Iterator[tuple[int, int, int]]:
     """Stretches of consecutive numbers: (where it begins in ``numbers``, its first number, its length)."""
     if not len(numbers):
         return

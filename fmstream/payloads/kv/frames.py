@@ -85,10 +85,9 @@ class Frames:
         gone = gone[self.refs[gone] == 0]
         self._end_spills(gone)
         self.vacate(gone)
-        for begin, home, count in runs(self.table.home[gone]):
-            if home >= 0:
-                self.tiers.give(home, count)
-                self.table.home[gone[begin : begin + count]] = -1
+        homes = self.table.home[gone]
+        for _, home, count in runs(homes[homes >= 0]):
+            self.tiers.give(home, count)
         self.table.home[gone] = -1
         for _, start, count in runs(gone):
             self._free_ids.give(start, count)

@@ -76,7 +76,7 @@ class Pool:
         """Allocate the slab; its frames, uint8 [n, page_bytes]."""
         shape, num_frames = self.shape, max_pages + 1
         try:
-            self.slab: Slab = self.lanes.slab(num_frames * shape.num_bytes + ALIGNMENT)
+            self.slab: Slab = self.lanes.slab(num_frames * shape.num_bytes + 2 * ALIGNMENT)
         except MemoryBudgetError as error:
             raise MemoryBudgetError(
                 f"{self.lanes.torch_device} has no room for {max_pages} pages of {shape.num_bytes} bytes of keys and "
