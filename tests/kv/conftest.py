@@ -14,6 +14,15 @@ from fmstream import emulator
 def installed() -> Iterator[None]:
     """The device in PyTorch, and out again."""
     emulator.install()
+    gc.collect()
+    gc.freeze()  # tests collect often, and what was imported is no garbage
+    yield
+    gc.unfreeze()
+    emulator.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """No cache of an earlier test is left to give its memory back to a later machine."""
     yield
     gc.collect()
-    emulator.uninstall()

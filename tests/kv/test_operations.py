@@ -32,6 +32,7 @@ class Twins:
 
     def __init__(self, device: str, pages: int, folder: Any, host_pages: int) -> None:
         self.device = device
+        self.pages = pages
         page_bytes = 2 * HEADS * DIM * TOKENS * 4
         first = PagedCache(CONFIG, pages, page_tokens=TOKENS, kv_host_memory=host_pages * page_bytes, spill_dir=folder)
         self.pairs: list[tuple[PagedCache, list[Tensor | None]]] = [(first, [None] * LAYERS)]
@@ -88,7 +89,7 @@ class Twins:
 
     def choose(self, cache: PagedCache, held: list[Tensor | None], name: str, rows: int, choose: Any) -> None:
         if name == "repeat":
-            if rows * 2 > MAX_ROWS:
+            if rows * 2 > MAX_ROWS or rows * 2 * -(-held[0].shape[2] // TOKENS) > self.pages:
                 return
             cache.batch_repeat_interleave(2)
             held[:] = [tensor.repeat_interleave(2, 0) for tensor in held]

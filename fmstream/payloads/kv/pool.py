@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -97,6 +98,8 @@ class Pool:
             gone = self.left.pop()
             self.layers.remove(gone)
             self.frames.release(gone.clear())
+        if self._end_pages and not any(layer.length for layer in self.layers):
+            self._give_end_back()
         self.current = self.layers.index(block)
         self.frames.retire()
 
@@ -122,8 +125,10 @@ class Pool:
             if self.layers[index] is not block and room < len(missing):
                 room += len(residency.passing(table, self.layers[index], kept))
         missing = missing[:room]
-        for begin in range(0, len(missing), self._chunk):
-            frames.recall(missing[begin : begin + self._chunk])
+        # If a page that has to leave for it finds no room, the layer itself may still get by.
+        with contextlib.suppress(MemoryBudgetError):
+            for begin in range(0, len(missing), self._chunk):
+                frames.recall(missing[begin : begin + self._chunk])
 
     # A layer put together
 
@@ -296,6 +301,15 @@ class Pool:
         start = -(-first * self.shape.num_bytes // ALIGNMENT) * ALIGNMENT
         self._end, self._together = self.slab.part(start, self.slab.num_bytes - start), None
         self._end_pages = wanted
+
+    def _give_end_back(self) -> None:
+        """All pages are frames again, unless somebody still looks at the keys or values of a layer."""
+        if self._end is None or self._end.num_views():
+            return
+        first, count = self.frames.num_frames, self.frames.table.num_frames
+        self.frames.claim(Lane.COMPUTE, first, count - first)
+        self.frames.num_frames = count
+        self._end, self._end_pages, self._together = None, 0, None
 
     # Size
 

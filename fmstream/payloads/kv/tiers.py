@@ -148,7 +148,7 @@ class Tiers:
             self._note(sentence)
 
     def _full(self, last: str) -> str:
-        taken = sum(block.memory.num_bytes for block in self._blocks)
+        taken = sum(block.num_pages for block in self._blocks) * self.page_bytes
         limit = "all but its floor" if self._host_bytes is None else f"{self._host_bytes} bytes"
         return (
             f"no room for another page of {self.page_bytes} bytes of keys and values: the frames on "
