@@ -129,14 +129,15 @@ def test_cancelled_and_generated_again(device: str, at_call: int) -> None:
     machine = fresh("late")
     expected = generate(model_on(llama, device), prompt(30), None)
     model = model_on(llama, "cpu")
-    calls = [0]
+    calls, handles = [0], []
 
     def cancel(*_: Any) -> None:
         calls[0] += 1
         if calls[0] == at_call:
-            handle.cancel()
+            handles.pop().cancel()
 
     with pytest.raises(CancelledRun), fmstream.stream(model, device=device, **OPTIONS) as handle:  # noqa: PT012
+        handles.append(handle)
         hook = model.model.layers[1].self_attn.register_forward_hook(cancel)
         model.generate(prompt(30).to(device), **WISHES)
     hook.remove()

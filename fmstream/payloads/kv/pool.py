@@ -313,23 +313,32 @@ class Pool:
 
     # Size
 
-    def resize(self, max_pages: int) -> None:
+    def resize(self, max_pages: int, *, emptied: bool = False) -> None:
         """Take other memory, of so many pages.  A larger one gets the frames of the old one, which is there meanwhile.
 
-        For a smaller one all pages leave their frames first, so that never both are there.
+        For a smaller one, or if it is to be ``emptied``, all pages leave their frames first: never both are there.
 
         Raises:
-            MemoryBudgetError: a tier has no room, or the device for a larger one; the pool is as before.
+            MemoryBudgetError: a tier has no room, or the device; the pool has the size that it had.
         """
-        frames = self.frames
-        if max_pages < self.max_pages:
+        frames, before = self.frames, self.max_pages
+        emptied = emptied or max_pages < before
+        if emptied:
             frames.give_up(0)
             del self.slab
             frames.memory = self._keys = self._values = torch.empty(0)
             self._end = None
-        memory = self._take_memory(max_pages)
+        try:
+            memory = self._take_memory(max_pages)
+        except MemoryBudgetError:
+            if emptied:
+                self._adopt(self._take_memory(before))
+            raise
+        self._adopt(memory)
+
+    def _adopt(self, memory: torch.Tensor) -> None:
         with torch.no_grad():
-            frames.become(memory)
+            self.frames.become(memory)
         self._end, self._end_pages, self._together = None, 0, None
 
     # Books

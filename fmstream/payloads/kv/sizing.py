@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final, NamedTuple
 
 from fmstream.device.lanes import Lanes
@@ -45,25 +46,29 @@ class Sizing(NamedTuple):
         if self.max_pages is not None and not self.threshold_bytes:
             return
         shape, lanes = pool.shape, pool.lanes
-        available = lanes.available_bytes()
         in_layer = sequences * shape.pages(num_tokens)
+        smallest = in_layer + int(in_layer * HEADROOM)
+        available = lanes.available_bytes()
         if available is not None and available < self.threshold_bytes:
             less = -(-(self.threshold_bytes - available) // shape.num_bytes) + int(pool.max_pages * RELIEF)
-            smallest = in_layer + int(in_layer * HEADROOM)
-            if max(smallest, pool.max_pages - less) < pool.max_pages:
-                pool.resize(max(smallest, pool.max_pages - less))
-            return
-        wanted = max(len(pool.layers), self.num_layers) * in_layer + int(in_layer * (1 + HEADROOM))
-        if self.max_pages is None and wanted <= pool.max_pages:
-            return
-        wanted = int(wanted * GROWTH) if self.max_pages is None else self.max_pages
-        wanted = min(wanted, self._allowed(lanes, shape, wanted))
-        # Where little is left it is not worth the copies, unless a layer would not fit.
-        if wanted > pool.max_pages * (1 + RELIEF) or pool.max_pages < in_layer <= wanted:
-            try:
+            wanted = max(smallest, pool.max_pages - less)
+            if wanted < pool.max_pages:
                 pool.resize(wanted)
-            except MemoryBudgetError:  # in pieces too small: then pages leave
-                return
+        elif self.max_pages is None:
+            wanted = max(len(pool.layers), self.num_layers) * in_layer + smallest
+            if wanted > pool.max_pages:
+                self._grow(pool, int(wanted * GROWTH))
+        elif pool.max_pages < self.max_pages:
+            self._grow(pool, self.max_pages)
+        if self.max_pages is None and pool.max_pages < in_layer:
+            pool.resize(int(smallest * GROWTH), emptied=True)
+
+    def _grow(self, pool: Pool, wanted: int) -> None:
+        """Make the pool larger, as far as there is memory; where that is little it is not worth the copies."""
+        wanted = min(wanted, self._allowed(pool.lanes, pool.shape, wanted))
+        if wanted > pool.max_pages * (1 + RELIEF):
+            with contextlib.suppress(MemoryBudgetError):  # in pieces too small: then pages leave
+                pool.resize(wanted)
 
     def _allowed(self, lanes: Lanes, shape: PageShape, wanted: int) -> int:
         """Pages for which the device has free memory now."""
