@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fmstream.doors.stage import Staged, stage
     from fmstream.doors.stream import Stream, smallest_memory, stream
     from fmstream.payloads.latents import LatentLoop
+    from fmstream.payloads.kv.cache import PagedCache
     from fmstream.report import Report
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "IdsError",
     "LatentLoop",
     "MemoryBudgetError",
+    "PagedCache",
     "Report",
     "Run",
     "StageError",
@@ -58,6 +60,7 @@ __all__ = [
 _HOMES = {
     "HostStage": "fmstream.doors.latents",
     "LatentLoop": "fmstream.payloads.latents",
+    "PagedCache": "fmstream.payloads.kv.cache",
     "Report": "fmstream.report",
     "Run": "fmstream.doors.run",
     "Staged": "fmstream.doors.stage",

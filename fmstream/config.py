@@ -19,6 +19,8 @@ from fmstream.errors import ConfigError
 
 MIN_STAGING_BYTES: Final = 8192
 MAX_WORKERS: Final = 64
+MAX_PAGE_TOKENS: Final = 65536
+MAX_PAGES: Final = 2**31 - 2
 MAX_BYTES: Final = 2**63 - 1
 """Sizes are kept in signed 64-bit integers."""
 
@@ -116,6 +118,11 @@ class StreamConfig:
             staging), or "auto" (70 % of the host's memory).
         spill_dir: folder for weights that have no file and should not stay in RAM; None keeps them in RAM.
         progress: whether to show the progress of a run on the terminal.
+        kv_cache_max_pages: fast memory for keys and values within ``generate``, in pages; None pages them only where
+            they would not fit.  For this and the next three see `PagedCache`.
+        page_tokens: tokens of such a page.
+        cpu_offload_threshold_mb: free memory of the device, in 10^6 bytes, below which pages leave it.
+        kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto".
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -132,6 +139,10 @@ class StreamConfig:
     pinned: int | str = "auto"
     spill_dir: str | os.PathLike[str] | None = None
     progress: bool = False
+    kv_cache_max_pages: int | None = None
+    page_tokens: int = 32
+    cpu_offload_threshold_mb: int = 0
+    kv_host_memory: int | str = "auto"
 
     def __post_init__(self) -> None:
         _check_text("policy", self.policy, "name a policy, such as 'overlap_async'")
@@ -159,6 +170,7 @@ class StreamConfig:
             _check_text("spill_dir", self.spill_dir, "name a folder")
         if not isinstance(self.progress, bool):
             raise ConfigError(f"progress={self.progress!r} is neither True nor False")
+        check_kv_options(self.kv_cache_max_pages, self.page_tokens, self.cpu_offload_threshold_mb, self.kv_host_memory)
 
     @property
     def unit_bytes(self) -> int | None:
@@ -255,6 +267,31 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is no JSON file: {error}") from error
     return document if isinstance(document, Mapping) else {}
+
+
+def check_kv_options(max_pages: object, page_tokens: object, threshold_mb: object, host_memory: int | str) -> None:
+    """Check the options of pages of keys and values.
+
+    Raises:
+        ConfigError: one has a value that cannot be used.
+    """
+    if max_pages is not None and not (_is_int(max_pages) and 1 <= max_pages <= MAX_PAGES):  # type: ignore[operator]
+        raise ConfigError(
+            f"kv_cache_max_pages={max_pages!r} is no number of pages from 1 to {MAX_PAGES}: one layer of all sequences "
+            "is the least; None takes what is needed"
+        )
+    if not _is_int(page_tokens) or not 1 <= page_tokens <= MAX_PAGE_TOKENS:  # type: ignore[operator]
+        raise ConfigError(f"page_tokens={page_tokens!r} is no int from 1 to {MAX_PAGE_TOKENS}: 32 is the default")
+    if not _is_int(threshold_mb) or threshold_mb < 0:  # type: ignore[operator]
+        raise ConfigError(f"cpu_offload_threshold_mb={threshold_mb!r} is no number of megabytes; 0 sets none")
+    host_bytes(host_memory)
+
+
+def host_bytes(value: int | str) -> int | None:
+    """Bytes that ``kv_host_memory=value`` allows, None where it is "auto"; 0 allows none."""
+    if value == "auto":
+        return None
+    return 0 if _is_int(value) and value == 0 else parse_size(value, name="kv_host_memory")
 
 
 def _is_int(value: object) -> bool:

@@ -31,6 +31,7 @@ from fmstream.payloads.annex import Annex
 from fmstream.payloads.compiled import REMEDY
 from fmstream.payloads.embeddings import Tables
 from fmstream.payloads.fitting import decide
+from fmstream.payloads.kv.generating import GenerateSeam, KvOptions
 from fmstream.payloads.passbook import Ended, Passbook
 from fmstream.payloads.passes import Pass
 from fmstream.payloads.planner import Meter, Planner
@@ -83,6 +84,7 @@ class Session:
         self.storages: set[int] = set()
         self._routes: Routes | None = None
         self._seams = Seams()
+        self._generating = GenerateSeam(KvOptions.of(config), self.device, self.telemetry.notes.append)
         self._executor: Executor | None = None
         self._prefetch: PrefetchActor | None = None
         self._scheduler: Scheduler | None = None
@@ -109,6 +111,7 @@ class Session:
 
     def _survey(self, *, begun: bool = False) -> None:
         """Find parameters, decide what fits, and install what is needed."""
+        self._generating.put(self.weights.roots.values())
         weights, telemetry = self.weights, self.telemetry
         found = weights.survey()
         annex = self._annex
@@ -261,6 +264,7 @@ class Session:
 
     def _withdraw(self) -> None:
         """Take everything out of the modules again."""
+        self._generating.take_out()
         self._seams.take_out()
         self.weights.uninstall()
         if self._annex is not None:
