@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fmstream.doors.run import Run, arun, run
     from fmstream.doors.stage import Staged, stage
     from fmstream.doors.stream import Stream, smallest_memory, stream
-    from fmstream.payloads.latents import LatentLoop
     from fmstream.payloads.kv.cache import PagedCache
+    from fmstream.payloads.latents import LatentLoop
     from fmstream.report import Report
 
 __all__ = [

@@ -110,7 +110,7 @@ class StreamConfig:
         prefetch_window: positions staged ahead of the compute actor, at least 1: units of weights, tokens of embedding
             tables; as far as the memory allows.  "auto" lets the planner choose.
         cpu_offload_threshold_mb: mebibytes (2^20 bytes) of the device's memory that are to stay free: where less is,
-            residents and staged rows are given back; 0 takes what there is.
+            residents, staged rows and pages of keys and values are given back; 0 takes what there is.
         unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
         staging: host memory through which files are read.
         num_workers: prefetch threads; while one copies out of its staging, the others keep the disk busy.
@@ -119,9 +119,8 @@ class StreamConfig:
         spill_dir: folder for weights that have no file and should not stay in RAM; None keeps them in RAM.
         progress: whether to show the progress of a run on the terminal.
         kv_cache_max_pages: fast memory for keys and values within ``generate``, in pages; None pages them only where
-            they would not fit.  For this and the next three see `PagedCache`.
+            they would not fit.  For this and the next two see `PagedCache`.
         page_tokens: tokens of such a page.
-        cpu_offload_threshold_mb: free memory of the device, in 10^6 bytes, below which pages leave it.
         kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto".
 
     Raises:
@@ -141,7 +140,6 @@ class StreamConfig:
     progress: bool = False
     kv_cache_max_pages: int | None = None
     page_tokens: int = 32
-    cpu_offload_threshold_mb: int = 0
     kv_host_memory: int | str = "auto"
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.sizing import Sizing
 from fmstream.payloads.kv.tiers import TierCounts
 
-MEGABYTE: Final = 1_000_000
+MEBIBYTE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class PagedCache(DynamicCache):
             one sequence in one layer.  The least is one layer of all sequences.  None takes what is needed, as far as
             the device's free memory goes.
         page_tokens: tokens of a page.
-        cpu_offload_threshold_mb: where less of the device's memory is free, in 10^6 bytes, pages leave it and the pool
+        cpu_offload_threshold_mb: where less of the device's memory is free, in mebibytes, pages leave it and the pool
             is made smaller.
         kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto", which leaves a floor.
         spill_dir: folder for pages that find no room in host memory.
@@ -100,7 +100,7 @@ class PagedCache(DynamicCache):
         self._siblings: dict[Pool, list[BlockTable]] = {}
         self._lanes: dict[torch.device, Lanes] = {}
         num_paged = sum(map(is_paged, plain.layers))
-        self._sizing = Sizing(kv_cache_max_pages, cpu_offload_threshold_mb * MEGABYTE, num_paged)
+        self._sizing = Sizing(kv_cache_max_pages, cpu_offload_threshold_mb * MEBIBYTE, num_paged)
         pool_for = weak(self._pool_for)
         layers = [PagedLayer(pool_for, self._sizing) if is_paged(layer) else layer for layer in plain.layers]
         Cache.__init__(self, layers=layers)

@@ -21,7 +21,7 @@ HOOK: Final = "_prepare_cache_for_generation"
 """The method of a model that puts a cache among the arguments, if the user gave none."""
 NAMES: Final = ("cache", "past_key_values")
 """The argument for the cache, in new and in older versions of transformers."""
-MEGABYTE: Final = 1_000_000
+MEBIBYTE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class GenerateSeam:
         if self._options.max_pages is not None:
             return True
         assert isinstance(self._device, Accelerator)
-        free = self._device.available_bytes() - self._options.threshold_mb * MEGABYTE
+        free = self._device.available_bytes() - self._options.threshold_mb * MEBIBYTE
         return plain_bytes(module, cache, sizes) > free
 
 
