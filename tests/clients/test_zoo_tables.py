@@ -26,7 +26,7 @@ SAMPLE = ("llama", "llama_tied", "gemma3n", "t5", "umt5", "t5_beams")
 def tiny_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tables of tiny models count as large."""
     monkeypatch.setattr(embeddings, "MIN_TABLE_BYTES", 1)
-    yield
+    return
 
 
 @torch.no_grad()
