@@ -143,7 +143,7 @@ class DeviceFerry(Ferry):
         self.out = device.module.Stream(device=device.torch_device)
         self._free = [Slot() for _ in range(num_slots)]
         self._slots = list(self._free)
-        self._at_exit: weakref.finalize[[], DeviceFerry] | None = None
+        self._at_exit: weakref.finalize[..., DeviceFerry] | None = None
 
     def leave(self, box: list[Tensor]) -> Crossing:
         """Enqueue the copy to the host behind what computes the tensor; the host does not wait."""
