@@ -72,10 +72,15 @@ class StagePool:
         self._settle = settle
         self._last = last
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # Reentrant: `release` also runs as a finaliser, in the midst of any call.
+        self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
-        self._num_alive = 0
+        self._alive: set[threading.Lock] = set()
+        """The claims of threads that have begun, or are about to: whoever takes a claim first, the thread or the one
+        that was interrupted while it started it, says whether it runs."""
+        self._left: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._released = False
+        self._is_over = False
         self._num_submitted = 0
         self._failed_at: int | None = None
         """Number of the first job that failed; later ones are not begun any more."""
@@ -96,13 +101,14 @@ class StagePool:
             self._start(f"host {len(self._threads)}")
 
     def _start(self, lane: str) -> None:
-        thread = threading.Thread(target=self._work, args=(lane,), name=f"fmstream {lane}", daemon=True)
-        with self._lock:
-            self._num_alive += 1
+        claim = threading.Lock()
+        thread = threading.Thread(target=self._work, args=(lane, claim), name=f"fmstream {lane}", daemon=True)
         try:
+            self._alive.add(claim)
             thread.start()
         except BaseException:
-            self._leave()
+            if claim.acquire(blocking=False):
+                self._leave(claim)
             raise
         self._threads.append(thread)
 
@@ -110,22 +116,27 @@ class StagePool:
         """Let the threads end after what they are doing.  Takes no lock that is held for long; may be repeated."""
         if os.getpid() != self._pid:
             return
-        first, self._released = not self._released, True
-        for _ in range(self._num_threads):
+        self._released = True
+        for _ in range(self._num_threads + 1):
             self._queue.put(None)
-        if first and not self._num_alive:
-            self._last()
+        self._end_if_last()
 
     def close(self, timeout: float = CLOSE_SECONDS) -> bool:
         """Release, and wait for the threads; whether all have ended."""
+        if os.getpid() != self._pid:
+            return True
         self.release()
         deadline = time.monotonic() + timeout
+        while self._alive and (seconds := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._left.get(timeout=seconds)
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._alive
 
-    def _work(self, lane: str) -> None:
+    def _work(self, lane: str, claim: threading.Lock) -> None:
+        if not claim.acquire(blocking=False):
+            return
         job: Job | None = None
         try:
             while not self._released:
@@ -139,7 +150,7 @@ class StagePool:
         finally:
             self._settle()  # whoever waited for the job may have given up, and copies to its memory are under way
             del job
-            self._leave()
+            self._leave(claim)
 
     def _carry_out(self, job: Job, lane: str) -> None:
         try:
@@ -151,9 +162,16 @@ class StagePool:
                 if self._failed_at is None or job.number < self._failed_at:
                     self._failed_at = job.number
 
-    def _leave(self) -> None:
+    def _leave(self, claim: threading.Lock) -> None:
+        self._alive.discard(claim)
+        try:
+            self._end_if_last()
+        finally:
+            self._left.put(None)
+
+    def _end_if_last(self) -> None:
         with self._lock:
-            self._num_alive -= 1
-            is_last = self._num_alive == 0 and self._released
+            is_last = self._released and not self._alive and not self._is_over
+            self._is_over = self._is_over or is_last
         if is_last:
             self._last()

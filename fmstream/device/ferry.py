@@ -143,6 +143,7 @@ class DeviceFerry(Ferry):
         self.out = device.module.Stream(device=device.torch_device)
         self._free = [Slot() for _ in range(num_slots)]
         self._slots = list(self._free)
+        self._at_exit: weakref.finalize[..., DeviceFerry] | None = None
 
     def leave(self, box: list[Tensor]) -> Crossing:
         """Enqueue the copy to the host behind what computes the tensor; the host does not wait."""
@@ -209,12 +210,13 @@ class DeviceFerry(Ferry):
 
     def settle(self) -> None:
         """Wait on the host: nothing that copies use may be given up before."""
-        self.out.synchronize()
-        self.device.settle()
+        settle(self.out, self.device)
 
     def close(self) -> None:
         """Wait for the copies and unpin; memory into which somebody still looks lives on."""
         self.settle()
+        if self._at_exit is not None:
+            self._at_exit.detach()
         while self._slots:
             slot = self._slots[-1]
             slot.part = None
@@ -233,7 +235,14 @@ class DeviceFerry(Ferry):
                 self.device.pins.free(slot.block)
             slot.block = self.device.pins.allocate(num_bytes)
             slot.part = Part(slot.block.part(0, slot.block.num_bytes), slot.block.address)
+            self._settle_before_unpinning()
         return slot.part.typed(output.dtype).as_strided(output.shape, output.stride(), 0)
+
+    def _settle_before_unpinning(self) -> None:
+        """At exit blocks unpin themselves, the newest first; what was made after the newest comes before it."""
+        if self._at_exit is not None:
+            self._at_exit.detach()
+        self._at_exit = weakref.finalize(self, settle, self.out, self.device)
 
     def _send(self, slot: Slot, host: Tensor, result: Tensor, target: Tensor) -> Tensor:
         """Copy to ``target`` through pinned memory."""
@@ -271,6 +280,12 @@ class DeviceFerry(Ferry):
     def _wait_for_arrival(self, arrival: Mark) -> None:
         """What is computed next reads what has arrived on the device."""
         self.device.wait(arrival)
+
+
+def settle(out: Any, device: Accelerator) -> None:
+    """Wait on the host for every copy, out and in."""
+    out.synchronize()
+    device.settle()
 
 
 def check_result(result: object) -> None:
