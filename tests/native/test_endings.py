@@ -181,7 +181,7 @@ FORK = (
     + """
 from fmstream.errors import ForkedError
 ticket = workers.fill(out.ctypes.data, 1, len(out), keep=out)
-workers._changed.acquire()
+workers._lock.acquire()
 child = os.fork()
 if child == 0:
     refused = 0
@@ -194,7 +194,7 @@ if child == 0:
     assert workers.close() == ()
     print("refused", refused, flush=True)
     sys.exit(7)
-workers._changed.release()
+workers._lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert workers.wait(ticket, 30.0)
 print("end")
