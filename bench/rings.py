@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import queue
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import shared_memory
 from typing import Final
 
-from bench.contract import Bar, BenchError, Findings, Timing, Workplace, in_turn, register
+from bench.contract import Bar, Findings, Timing, Workplace, in_turn, register
+from bench.native_ends import consume, produce
+from fmstream.core import _native
+from fmstream.core.native_ring import ALIGNMENT, Block, NativeRing, ring_bytes
 from fmstream.core.ring import Record
 
 CLAIM: Final = (
@@ -19,7 +24,10 @@ CLAIM: Final = (
 BARS: Final = {"batch32_ns": Bar(at_most=20.0)}
 CAPACITY: Final = 1024
 CALLS: Final = 2000
-THREADED_RECORDS: Final = 1 << 20
+QUICK_RECORDS: Final = 10**6
+FULL_RECORDS: Final = 10**8
+THREADS: Final = "two native ends, two threads"
+PROCESSES: Final = "two native ends, two processes"
 
 Sampler = Callable[[], list[float]]
 
@@ -27,11 +35,6 @@ Sampler = Callable[[], list[float]]
 @register("rings", CLAIM, BARS)
 def run(place: Workplace) -> Findings:
     """All in one thread, in and out, in turn; then two native ends in two threads."""
-    try:
-        from fmstream.core import _native
-        from fmstream.core.native_ring import Block, NativeRing
-    except ImportError as error:
-        raise BenchError(f"the native ring needs numba: {error}") from error
     ring = NativeRing(CAPACITY)
     memory = Block(256 * _native.RECORD_BYTES)
     push, push_many, pop_many = _native.push, _native.push_many, _native.pop_many
@@ -71,15 +74,19 @@ def run(place: Workplace) -> Findings:
         "one by one, with records": _sampler(with_records, 1),
         "queue.SimpleQueue": _sampler(simple_queue, 1),
         "asyncio.Queue": lambda: [asyncio.run(_asyncio_queue(record))],
-        "two native ends, two threads": _two_threads(),
     }
     times = in_turn(contenders, 5 if place.quick else 25)
+    place.say("one thread: measured")
+    num_records = QUICK_RECORDS if place.quick else FULL_RECORDS
+    ends = {THREADS: _two_threads(num_records), PROCESSES: _two_processes(num_records)}
+    times |= in_turn(ends, 3 if place.quick else 1)
     figures = {
         "batch32_ns": _nanoseconds(times["batches of 32"]),
         "push_pop_ns": _nanoseconds(times["one by one"]),
         "simple_queue_ns": _nanoseconds(times["queue.SimpleQueue"]),
         "asyncio_queue_ns": _nanoseconds(times["asyncio.Queue"]),
-        "two_threads_ns": _nanoseconds(times["two native ends, two threads"]),
+        "two_threads_ns": _nanoseconds(times[THREADS]),
+        "two_processes_ns": _nanoseconds(times[PROCESSES]),
     }
     return Findings(figures, [_row(name, timing) for name, timing in times.items()])
 
@@ -118,22 +125,54 @@ async def _asyncio_queue(record: Record) -> float:
     return (time.thread_time() - began) / CALLS
 
 
-def _two_threads() -> Sampler:
+def _two_threads(num_records: int) -> Sampler:
     """Wall seconds a record between a thread that only pushes and one that only pops, both native."""
-    from bench.native_ends import consume, produce
-    from fmstream.core.native_ring import Block, NativeRing
-
-    out = Block(64)
+    out = Block(_native.RECORD_BYTES)
 
     def sample() -> list[float]:
         ring = NativeRing(CAPACITY)
         found: list[int] = []
-        consumer = threading.Thread(target=lambda: found.append(consume(ring.address, out.address, THREADED_RECORDS)))
+        consumer = threading.Thread(target=lambda: found.append(consume(ring.address, out.address, num_records)))
         began = time.perf_counter()
         consumer.start()
-        produce(ring.address, THREADED_RECORDS)
+        produce(ring.address, num_records)
         consumer.join()
         assert found == [0], "records were lost or changed"
-        return [(time.perf_counter() - began) / THREADED_RECORDS]
+        return [(time.perf_counter() - began) / num_records]
 
     return sample
+
+
+def _two_processes(num_records: int) -> Sampler:
+    """The same between two processes; the clock starts with the first record that arrives."""
+    out = Block(_native.RECORD_BYTES)
+
+    def sample() -> list[float]:
+        memory = shared_memory.SharedMemory(create=True, size=ring_bytes(CAPACITY) + ALIGNMENT)
+        try:
+            ring = NativeRing(CAPACITY, memory.buf)
+            start = multiprocessing.get_context("spawn").Process
+            other = start(target=_produce_elsewhere, args=(memory.name, num_records), daemon=True)
+            other.start()
+            while not len(ring):
+                time.sleep(0.001)
+            began = time.perf_counter()
+            wrong = consume(ring.address, out.address, num_records)
+            seconds = time.perf_counter() - began
+            other.join()
+            del ring
+        finally:
+            memory.close()
+            memory.unlink()
+        assert wrong == 0, "records were lost or changed"
+        return [seconds / num_records]
+
+    return sample
+
+
+def _produce_elsewhere(name: str, num_records: int) -> None:
+    memory = shared_memory.SharedMemory(name)
+    ring = NativeRing(CAPACITY, memory.buf)
+    produce(ring.address, num_records)
+    del ring
+    memory.close()

@@ -28,6 +28,7 @@ PERIOD_SECONDS: Final = 0.002
 """Time between two requests: each is served alone."""
 ROUNDS: Final = 5
 PLACES: Final = 8
+IDLE_SECONDS: Final = 0.5
 
 Busy = Callable[[], None]
 
@@ -44,6 +45,7 @@ def run(place: Workplace) -> Findings:
     found: dict[tuple[str, str], list[float]] = {(name, kind): [] for name in workers for kind in kinds}
     try:
         desk = _Desk()
+        idle = _idle_share(native, desk)
         for kind, work in kinds.items():
             for _ in range(ROUNDS):
                 for name, asked in workers.items():
@@ -55,6 +57,7 @@ def run(place: Workplace) -> Findings:
         torch.set_num_threads(before)
     figures = {f"p50_us_{kind}": float(np.percentile(found[ours, kind], 50)) for kind in kinds}
     figures["p99_us"] = max(float(np.percentile(found[ours, kind], 99)) for kind in kinds)
+    figures["idle_cpu_share"] = idle
     return Findings(figures, [_row(name, kind, sample) for (name, kind), sample in found.items()])
 
 
@@ -88,6 +91,14 @@ class _Desk:
     def _ask(self, workers: HostWorkers, number: int) -> Ticket:
         ids, out = self._ids[number % len(self._ids)], self._out[number % PLACES]
         return workers.gather(self._table.ctypes.data, ROW_BYTES, ids.ctypes.data, ROWS, out.ctypes.data, keep=self)
+
+
+def _idle_share(workers: HostWorkers, desk: _Desk) -> float:
+    """Share of a core that this process takes while its workers have nothing to do."""
+    desk.latencies(workers, _count, 1)
+    began = time.process_time()
+    time.sleep(IDLE_SECONDS)
+    return (time.process_time() - began) / IDLE_SECONDS
 
 
 def _torch_work() -> Busy:

@@ -1,16 +1,20 @@
-"""What tests of the workers of the host share: bytes at addresses, and a gate that keeps a worker inside a read."""
+"""What tests of the workers of the host share: bytes at addresses, and reads that do as a test says."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ctypes
+import threading
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from fmstream.actors import portable
+from fmstream.actors.host_workers import HostWorkers
+
 Bytes = NDArray[np.uint8]
+ReadAt = Callable[[int, int, int, int], int]
 
 TIMEOUT = 30.0
 """Longest wait of any test; a hang fails."""
@@ -33,18 +37,38 @@ def at_offset(num: int, offset: int) -> Bytes:
     return whole[start : start + num]
 
 
-@contextmanager
-def blocked_pipe() -> Iterator[int]:
-    """A descriptor whose positional read fails, with a writer that is open (a pipe cannot be read by offset)."""
-    reader, writer = os.pipe()
-    try:
-        yield reader
-    finally:
-        os.close(reader)
-        os.close(writer)
+def replace_reads(workers: HostWorkers, read_at: ReadAt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers read by ``read_at(fd, address, offset, num_bytes)``, which returns bytes or raises OSError."""
+    if not workers.native:
+        monkeypatch.setattr(portable, "read_at", read_at)
+        return
+    from fmstream.core import _native
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4, use_errno=True)
+
+    def pread(fd: int, target: int, num_bytes: int, offset: int) -> int:
+        try:
+            return read_at(fd, target, offset, num_bytes)
+        except OSError as error:
+            ctypes.set_errno(error.errno or 0)
+            return -1
+
+    for lane in workers._lanes:
+        function = kind(pread)
+        lane.keeps[-1] = function  # as long as the worker may call it
+        lane._block.words[_native.PREAD // 8] = ctypes.cast(function, ctypes.c_void_p).value
 
 
-def num_open() -> int:
-    """Descriptors that this process has open."""
-    assert sys.platform == "linux"
-    return len(os.listdir("/proc/self/fd"))
+class Gate:
+    """A read that waits inside until it is let go, then reads nothing but says that it did."""
+
+    def __init__(self) -> None:
+        self.inside = threading.Event()
+        self.opened = threading.Event()
+
+    def read_at(self, fd: int, target: int, offset: int, num_bytes: int) -> int:
+        """Wait."""
+        self.inside.set()
+        assert self.opened.wait(TIMEOUT)
+        ctypes.memset(target, 1, num_bytes)
+        return num_bytes

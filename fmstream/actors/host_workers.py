@@ -64,8 +64,10 @@ class HostWorkers:
             raise ConfigError(f"{num_workers} host workers: at least 1 is needed")
         self._pid = os.getpid()
         self._completions = open_wake()
-        # Reentrant: a finaliser may cancel while its thread is in here.
-        self._changed = threading.Condition(threading.RLock())
+        # Reentrant: a finaliser may cancel while its thread is in here.  Entered itself, not through the condition,
+        # whose Python code could be interrupted with the lock held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._running: dict[int, tuple[Ticket, Lane]] = {}
         self._backlog: dict[Lane, deque[Job]] = {}
         self._load: dict[Lane, int] = {}
@@ -182,7 +184,7 @@ class HostWorkers:
         ticket = Ticket(self, name)
         if not parts:
             ticket.end_empty()
-        with self._changed:
+        with self._lock:
             jobs = [Job(op, self._sequence + number, words) for number, words in enumerate(parts, start=1)]
             if op is Op.GATHER:
                 jobs = [job._replace(first=(job.words[3] - parts[0][3]) // 8) for job in jobs]
@@ -196,8 +198,8 @@ class HostWorkers:
         lane = min(self._lanes, key=self._load.__getitem__)
         self._sequence = job.sequence
         self._load[lane] += num_bytes_of(job)
-        lane.keeps[job.sequence] = keep
         self._running[job.sequence] = (ticket, lane)
+        lane.keeps[job.sequence] = keep
         self._backlog[lane].append(job)
         self._flush(lane)
 
@@ -211,7 +213,7 @@ class HostWorkers:
     def is_done(self, ticket: Ticket) -> bool:
         """Whether a ticket has ended, in whichever way; never waits."""
         if ticket.status is None and os.getpid() == self._pid:
-            with self._changed:
+            with self._lock:
                 self._collect()
         return ticket.status is not None
 
@@ -238,7 +240,7 @@ class HostWorkers:
 
     def _sleep(self, ticket: Ticket, seconds: float) -> None:
         """Sleep until something may have ended.  One thread watches the descriptor, the others watch that thread."""
-        with self._changed:
+        with self._lock:
             if self._somebody_sleeps:
                 self._changed.wait(seconds)
                 return
@@ -248,7 +250,7 @@ class HostWorkers:
         try:
             wait(self._completions, seconds)
         finally:
-            with self._changed:
+            with self._lock:
                 self._somebody_sleeps = False
                 self._collect()
                 self._changed.notify_all()
@@ -262,7 +264,7 @@ class HostWorkers:
         ended = loop.create_future()
         seconds = SLICE_SECONDS if self._watch(loop) else BLIND_SLICE_SECONDS
         try:
-            with self._changed:
+            with self._lock:
                 ticket.when_done(lambda: _tell(loop, ended))
             while not self.is_done(ticket):
                 self._check_alive(ticket)
@@ -273,7 +275,7 @@ class HostWorkers:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Let an event loop collect what ends; whether it can."""
-        with self._changed:
+        with self._lock:
             self._num_awaiting += 1
             num = self._readers[loop] = self._readers.get(loop, 0) + 1
         if num > 1:
@@ -286,7 +288,7 @@ class HostWorkers:
         return True
 
     def _unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._changed:
+        with self._lock:
             self._num_awaiting -= 1
             self._readers[loop] -= 1
             if self._readers[loop]:
@@ -297,7 +299,7 @@ class HostWorkers:
 
     def _on_signal(self) -> None:
         self._completions.drain()
-        with self._changed:
+        with self._lock:
             self._collect()
 
     def _collect(self) -> None:
@@ -335,7 +337,7 @@ class HostWorkers:
         """Drop what has not begun and end soon what has; the ticket ends when nothing writes for it any more."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             self._cancel(list(ticket.parts))
             self._collect()
 
@@ -361,13 +363,13 @@ class HostWorkers:
         self._closed = True
         if os.getpid() != self._pid:
             return ()
-        with self._changed:
+        with self._lock:
             self._cancel(list(self._running))
         _release(self._lanes, self._pid)
         deadline = time.monotonic() + timeout
         for lane in self._lanes:
             lane.join(max(0.0, deadline - time.monotonic()))
-        with self._changed:
+        with self._lock:
             self._collect()
             for sequence, (_, lane) in list(self._running.items()):
                 if not lane.alive:

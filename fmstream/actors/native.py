@@ -36,6 +36,7 @@ class NativeLane:
         self._completions = completions  # the worker writes to its descriptor
         self._demand_wake = open_wake(blocking=True)
         self._on_the_way: set[int] = set()
+        self._interrupted = False
         self._lay_out()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -79,9 +80,13 @@ class NativeLane:
             return False
         self._on_the_way.add(job.sequence)
         self._posted[:] = (job.op, job.sequence, *job.words, 0, 0, 0)[:8]
+        # An interruption after the push would leave the worker asleep that this should wake: the next post, of the same
+        # job, makes up for it.
+        must_wake, self._interrupted = self._interrupted, True
         posted = _native.push_all(self._demand, self._lane + _native.POSTED, 2)
-        if posted == 2:
+        if posted == 2 or must_wake:
             self._demand_wake.signal()
+        self._interrupted = False
         return bool(posted)
 
     def cancel(self, sequence: int) -> None:
