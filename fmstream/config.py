@@ -239,9 +239,7 @@ def flash_options(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[st
         source = f"{source} of {os.fspath(config)}"
         document = _read_json(Path(config))
         if "flash_memory_config" not in document:
-            raise ConfigError(
-                f"{os.fspath(config)} has no object flash_memory_config: write one"
-            )
+            raise ConfigError(f"{os.fspath(config)} has no object flash_memory_config: write one")
         config = document["flash_memory_config"]
     if not isinstance(config, Mapping):
         raise ConfigError(f"{source}={config!r} is no object: write its keys within braces")
