@@ -51,10 +51,11 @@ def ids_of(number: int) -> Tensor:
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6])
 def test_outputs_equal_and_the_table_is_not_loaded(fraction: float, in_file: bool, tmp_path: Path) -> None:
-    module: nn.Module = Tied().eval()
+    module = Tied().eval()
     twin = copy.deepcopy(module)
     if in_file:
-        module = map_weights(module, tmp_path / "w.safetensors")
+        map_weights(module.hints, tmp_path / "hints.safetensors")
+        map_weights(module.layers, tmp_path / "layers.safetensors")
     table_bytes = 3000 * WIDTH * 4
     memory = fmstream.smallest_memory(module) + int(fraction * (weights_bytes(module) - table_bytes) * 0.5)
     assert memory < table_bytes
@@ -65,7 +66,7 @@ def test_outputs_equal_and_the_table_is_not_loaded(fraction: float, in_file: boo
         assert telemetry.table_bytes == table_bytes
         assert telemetry.num_lookups >= 5
         assert not telemetry.faults
-        assert streamed_bytes(handle) <= 5 * (weights_bytes(module) - table_bytes)
+        assert streamed_bytes(handle) < 5 * table_bytes / 2
 
 
 def test_a_spilled_table_is_read_from_the_spill_file(tmp_path: Path) -> None:
@@ -206,8 +207,8 @@ def test_a_transformers_model(tmp_path: Path) -> None:
 
 def test_a_diffusers_model(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
-    diffusers.AutoencoderTiny(block_out_channels=(8, 8)).save_pretrained(tmp_path)
+    diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"flash_memory_config": FLASH}))
-    model = diffusers.AutoencoderTiny.from_pretrained(tmp_path)
+    model = diffusers.AutoencoderKL.from_pretrained(tmp_path)
     assert options_of(model, {"": model})["cpu_offload_threshold_mb"] == 1024
