@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from fmstream.actors.lanes import Lane, start_lane
+from fmstream.actors.lanes import Lane, Starter, native_starter
+from fmstream.actors.portable import PortableLane
 from fmstream.actors.tickets import Ticket
 from fmstream.core.jobs import Job, Op, Outcome, num_bytes_of
 from fmstream.core.wake import open_wake, wait
@@ -41,7 +42,13 @@ CUT_BYTES: Final = 64 << 10
 
 
 class HostWorkers:
-    """A few workers.  Any thread may call any method, but none may be called in a forked child."""
+    """A few workers.  Any thread may call any method, but none may be called in a forked child.
+
+    Attributes:
+        why_portable: why the workers are Python threads although native ones were welcome, else "".
+    """
+
+    why_portable = ""
 
     def __init__(self, num_workers: int = 1, native: bool | Literal["auto"] = "auto") -> None:
         """Start the workers; they sleep until there is something to do.
@@ -71,12 +78,24 @@ class HostWorkers:
         self._lanes: list[Lane] = []
         self._release = weakref.finalize(self, _release, self._lanes, self._pid)
         self._release.atexit = False  # `_close_all` does more
+        start = self._choose(native)
         for index in range(num_workers):
-            lane = start_lane(f"fmstream host {index}", self._completions, bool(native))
+            lane = start(f"fmstream host {index}", self._completions)
             self._backlog[lane] = deque()
             self._load[lane] = 0
             self._lanes.append(lane)
         _open_workers.add(self)
+
+    def _choose(self, native: bool | Literal["auto"]) -> Starter:
+        if native is False:
+            return PortableLane
+        try:
+            return native_starter()
+        except ConfigError as error:
+            if native is True:
+                raise
+            self.why_portable = str(error)
+            return PortableLane
 
     @property
     def num_workers(self) -> int:
@@ -118,7 +137,7 @@ class HostWorkers:
         assert num_rows is None or num_rows > 0
         share = max(1, -(-SPLIT_BYTES // row_bytes))
         words = [
-            (table, row_bytes, ids + 8 * first, last - first, destination + row_bytes * first, num_rows or 0)
+            (last - first, table, row_bytes, ids + 8 * first, destination + row_bytes * first, num_rows or 0)
             for first, last in self._shares(count, share, 1)
         ]
         return self._ask(Op.GATHER, words, keep, name)
@@ -126,7 +145,7 @@ class HostWorkers:
     def copy(self, source: int, destination: int, num_bytes: int, *, keep: object = None, name: str = "copy") -> Ticket:
         """Copy bytes from address to address; the two must not overlap."""
         words = [
-            (source + first, destination + first, last - first)
+            (last - first, source + first, destination + first)
             for first, last in self._shares(num_bytes, SPLIT_BYTES, CUT_BYTES)
         ]
         return self._ask(Op.COPY, words, keep, name)
@@ -136,7 +155,7 @@ class HostWorkers:
     ) -> Ticket:
         """Read bytes of an open file at an offset; ``keep`` is also what keeps the descriptor open."""
         words = [
-            (fd, offset + first, destination + first, last - first)
+            (last - first, fd, offset + first, destination + first)
             for first, last in self._shares(num_bytes, SPLIT_BYTES, CUT_BYTES)
         ]
         return self._ask(Op.READ, words, keep, name)
@@ -145,7 +164,7 @@ class HostWorkers:
         """Set bytes to ``value``, 0 to 255."""
         assert 0 <= value <= 255
         words = [
-            (destination + first, value, last - first)
+            (last - first, destination + first, value)
             for first, last in self._shares(num_bytes, SPLIT_BYTES, CUT_BYTES)
         ]
         return self._ask(Op.FILL, words, keep, name)
@@ -166,7 +185,7 @@ class HostWorkers:
         with self._changed:
             jobs = [Job(op, self._sequence + number, words) for number, words in enumerate(parts, start=1)]
             if op is Op.GATHER:
-                jobs = [job._replace(first=(job.words[2] - parts[0][2]) // 8) for job in jobs]
+                jobs = [job._replace(first=(job.words[3] - parts[0][3]) // 8) for job in jobs]
             ticket.parts.update((job.sequence, job) for job in jobs)
             for job in jobs:
                 self._hand_over(job, ticket, keep)
@@ -355,8 +374,17 @@ class HostWorkers:
                     self._settle(sequence, None)
             self._changed.notify_all()
             orphans = dict.fromkeys(ticket for ticket, _ in self._running.values())
+            self._close_descriptors()
         _open_workers.discard(self)
         return tuple(orphans)
+
+    def _close_descriptors(self) -> None:
+        # One that is in use stays: its number may be another file's a moment later.
+        for lane in self._lanes:
+            if not lane.alive:
+                lane.close()
+        if not self._readers and not self._somebody_sleeps and not any(lane.alive for lane in self._lanes):
+            self._completions.close()
 
     def _check_open(self, name: str) -> None:
         if os.getpid() != self._pid:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from fmstream.actors.portable import PortableLane
 from fmstream.core.jobs import Job, Outcome
 from fmstream.core.wake import Wake
+from fmstream.errors import ConfigError
 
 
 class Lane(Protocol):
     """One worker: jobs go in, outcomes come back in the same order.
 
-    ``post``, ``cancel``, ``peek``, ``release`` and ``park`` may be called by one thread at a time.  The worker keeps
+    All but ``stop`` may be called by one thread at a time.  The worker keeps
     its lane alive, and with it ``keeps``: objects by the sequence of the job that needs them, filled and emptied by the
     caller.  A job is posted again if posting it was interrupted; it is carried out once.
     """
@@ -54,7 +55,26 @@ class Lane(Protocol):
         """Wait up to ``timeout`` seconds for the worker's end."""
         ...
 
+    def close(self) -> None:
+        """Give back what only a worker that runs needs; it has ended."""
+        ...
 
-def start_lane(name: str, completions: Wake, native: bool) -> Lane:
-    """Start a worker that signals ``completions`` when an outcome comes while its lane is parked."""
-    return PortableLane(name, completions)
+
+Starter = Callable[[str, Wake], Lane]
+"""Starts a worker of that name, which signals when an outcome comes while its lane is parked."""
+
+
+def native_starter() -> Starter:
+    """What starts native workers.
+
+    Raises:
+        ConfigError: they cannot be had here; says why.
+    """
+    try:
+        from fmstream.actors.native import NativeLane
+        from fmstream.core.clib import symbols
+
+        symbols()
+    except Exception as error:  # numba may be missing, or not know this interpreter or processor: in its own words
+        raise ConfigError(f"native workers cannot be had here: {error}; install numba, or give native=False") from error
+    return NativeLane

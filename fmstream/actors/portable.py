@@ -83,6 +83,9 @@ class PortableLane:
         """Wait for the worker's end."""
         self._thread.join(timeout)
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def _serve(self) -> None:
         last = 0
         try:
@@ -110,7 +113,7 @@ class PortableLane:
         return self._stopping or job.sequence in self._cancelled
 
     def _gather(self, job: Job) -> _End:
-        table, row_bytes, ids, count, destination, num_rows = job.words
+        count, table, row_bytes, ids, destination, num_rows = job.words
         indices = np.frombuffer(view_of(ids, 8 * count, writable=False), np.int64)
         if num_rows:
             bad = np.flatnonzero((indices < 0) | (indices >= num_rows))
@@ -128,7 +131,7 @@ class PortableLane:
         return _DONE
 
     def _copy(self, job: Job) -> _End:
-        source, destination, num_bytes = job.words[:3]
+        num_bytes, source, destination = job.words
         for done in range(0, num_bytes, STEP_BYTES):
             if self._dropped(job):
                 return _CANCELLED
@@ -136,7 +139,7 @@ class PortableLane:
         return _DONE
 
     def _fill(self, job: Job) -> _End:
-        destination, value, num_bytes = job.words[:3]
+        num_bytes, destination, value = job.words
         for done in range(0, num_bytes, STEP_BYTES):
             if self._dropped(job):
                 return _CANCELLED
@@ -144,7 +147,7 @@ class PortableLane:
         return _DONE
 
     def _read(self, job: Job) -> _End:
-        fd, offset, destination, num_bytes = job.words[:4]
+        num_bytes, fd, offset, destination = job.words
         done = 0
         while done < num_bytes:
             if self._dropped(job):

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 
 class Op(IntEnum):
-    """What a job does, and the meaning of its words.  Every word is an int64; unused ones are 0."""
+    """What a job does, and the meaning of its words, each an int64."""
 
     GATHER = 1
-    """table address, bytes of a row, address of int64 ids, number of ids, destination, rows of the table (0: ids are
+    """number of ids, table address, bytes of a row, address of int64 ids, destination, rows of the table (0: ids are
     not checked)"""
     COPY = 2
-    """source, destination, bytes"""
+    """bytes, source, destination"""
     READ = 3
-    """file descriptor, offset in the file, destination, bytes"""
+    """bytes, file descriptor, offset in the file, destination"""
     FILL = 4
-    """destination, value of each byte, bytes"""
+    """bytes, destination, value of each byte"""
 
 
 class Status(IntEnum):
@@ -64,10 +64,7 @@ class Outcome(NamedTuple):
 
 def num_bytes_of(job: Job) -> int:
     """Bytes that a job writes."""
-    words = job.words
-    if job.op is Op.GATHER:
-        return words[1] * words[3]
-    return words[3] if job.op is Op.READ else words[2]
+    return job.words[0] * (job.words[2] if job.op is Op.GATHER else 1)
 
 
 def failure(job: Job, outcome: Outcome) -> Exception:
@@ -75,7 +72,7 @@ def failure(job: Job, outcome: Outcome) -> Exception:
     if job.op is Op.GATHER:
         position = job.first + outcome.place
         return IndexError(f"the id at position {position} is not a row of a table of {job.words[5]} rows")
-    fd, offset, _, num_bytes = job.words[:4]
+    num_bytes, fd, offset = job.words[:3]
     wanted = f"reading {num_bytes} bytes at offset {offset} of file descriptor {fd}"
     if outcome.detail == END_OF_FILE:
         return OSError(f"{wanted}: the file ends at offset {outcome.place}")

@@ -12,6 +12,7 @@ import select
 import socket
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 SIGNAL = (1).to_bytes(8, sys.byteorder)
@@ -35,8 +36,9 @@ class Wake(Protocol):
         """Forget the signals that have come.  Never blocks, except on a blocking one without a signal."""
         ...
 
-    def close(self) -> None:
-        """Close the descriptors; may be called again.  Nobody may be using them."""
+    @property
+    def close(self) -> Callable[[], object]:
+        """Close the descriptors; may be called again.  Nobody else may be using them; later signals go nowhere."""
         ...
 
 
@@ -58,6 +60,11 @@ def _poll_one(fd: int, timeout: float) -> bool:
 _poll = _poll_one if hasattr(select, "poll") else None
 
 
+def _close(*ends: socket.socket) -> None:
+    for end in ends:
+        end.close()
+
+
 class SocketWake:
     """A pair of connected sockets."""
 
@@ -67,21 +74,18 @@ class SocketWake:
         self._writer.setblocking(False)
         self.fd = self._reader.fileno()
         self.signal_fd = self._writer.fileno()
+        self.close = weakref.finalize(self, _close, self._reader, self._writer)
 
     def signal(self) -> None:
         """See `Wake`."""
-        with contextlib.suppress(BlockingIOError):  # full of signals already
-            self._writer.send(SIGNAL)
+        if self.close.alive:
+            with contextlib.suppress(BlockingIOError):  # full of signals already
+                self._writer.send(SIGNAL)
 
     def drain(self) -> None:
         """See `Wake`."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
-
-    def close(self) -> None:
-        """See `Wake`."""
-        self._reader.close()
-        self._writer.close()
 
 
 if sys.platform == "linux":
@@ -95,7 +99,8 @@ if sys.platform == "linux":
 
         def signal(self) -> None:
             """See `Wake`."""
-            os.eventfd_write(self.signal_fd, 1)
+            if self.close.alive:
+                os.eventfd_write(self.signal_fd, 1)
 
         def drain(self) -> None:
             """See `Wake`."""
