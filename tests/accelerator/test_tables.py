@@ -208,7 +208,7 @@ def test_bad_ids_are_refused_before_anything_moves() -> None:
     module = Alone()
     twin = copy.deepcopy(module)
     good = ids_of(1)
-    with torch.no_grad(), streaming(module, 0.3):
+    with torch.no_grad(), streaming(module, 0.3, keeps=True):
         module(good)
         for bad in (torch.tensor([[4, 5000]]), torch.tensor([[-1]])):
             there = bad.to(here.name)
@@ -414,6 +414,8 @@ def test_an_interrupt_leaves_everything_as_it_was(point: str, monkeypatch: pytes
         fail = FailAt(getattr(owner, name), n, KeyboardInterrupt)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail.as_method())
+            if point in ("bring on", "wait for a gather"):
+                patch.setattr(Gathers, "is_done", lambda self, ticket: False)  # so that each is waited for
             run_until_interrupted(module)
         fired += fail.fired
         before.check(module)
