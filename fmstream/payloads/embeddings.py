@@ -292,7 +292,8 @@ class Tables:
     def settle(self) -> None:
         """Wait until no gather reads a table."""
         if self._rows is not None:
-            self._rows.settle()
+            with self._lock:
+                self._rows.settle()
 
     # Passes
 
