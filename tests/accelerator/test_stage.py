@@ -175,6 +175,7 @@ def test_no_ids_and_no_windows() -> None:
     assert [tuple(window.shape) for window in empty] == [(0, 2, 4), (0, 1, 4)]
 
 
+@pytest.mark.timeout(600)
 def test_memory_does_not_grow_over_many_windows() -> None:
     machine = fresh(check=None, keep_timeline=False, poison=False)
     table = table_of(64, 8)
