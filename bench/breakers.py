@@ -97,16 +97,22 @@ def _never_waiting(_follow: Any) -> Any:
     return lambda _rows, _batch: None
 
 
-def _before_the_gather(bring_on: Any) -> Any:
-    """The copy is enqueued first, and the gather awaited then."""
+@contextmanager
+def _copied_before_the_gather() -> Iterator[None]:
+    """Copies of rows are enqueued first, and their gathers awaited then."""
 
-    def early(rows: Rows, batch: Any) -> None:
-        ticket, batch.ticket = batch.ticket, None
-        bring_on(rows, batch)
-        if ticket is not None:
-            rows.gathers.wait(ticket, lambda: None)
+    def make(copy: Any) -> Any:
+        def early(rows: Rows, batch: Any) -> bool:
+            done: bool = copy(rows, batch)
+            if done and batch.ticket is not None:
+                rows.gathers.wait(batch.ticket, lambda: None)
+                batch.ticket = None
+            return done
 
-    return early
+        return early
+
+    with replaced(Rows, "_is_gathered", lambda _: lambda _rows, _batch: True), replaced(Rows, "_copy", make):
+        yield
 
 
 OURS: tuple[Breaker, ...] = (
@@ -154,9 +160,7 @@ ROWS: tuple[Breaker, ...] = (
     Breaker(
         "a few rows are staged until they were copied", lambda: replaced(StagingRing, "leave", _left_at_once), few_rows
     ),
-    Breaker(
-        "rows are copied behind their gather", lambda: replaced(Rows, "_bring_on", _before_the_gather), windows_by_hand
-    ),
+    Breaker("rows are copied behind their gather", _copied_before_the_gather, windows_by_hand),
     Breaker(
         "copies to a new ring wait for its memory", lambda: without(Accelerator, "let_copies_wait"), windows_by_hand
     ),

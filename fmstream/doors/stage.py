@@ -69,7 +69,7 @@ class Staged(Iterator[Tensor], AsyncIterator[Tensor]):
         self._rows = None if device is None else Rows(device, self._gathers, _go_on)
         self._next = 0
         self._begun: deque[tuple[Fetch | _HostFetch, Tensor]] = deque()
-        self._closed = False
+        self._closed = self._released = False
 
     @property
     def row_bytes(self) -> int:
@@ -148,12 +148,13 @@ class Staged(Iterator[Tensor], AsyncIterator[Tensor]):
 
     def close(self) -> None:
         """Give all memory back; windows that were handed out stay as they are.  May be called again."""
-        if not self._closed:
-            self._closed = True
+        self._closed = True
+        if not self._released:
             self._begun.clear()
             if self._rows is not None:
                 self._rows.reset()
             self._gathers.close()
+            self._released = True  # last: what a Ctrl-C interrupts is carried out when it is called again
 
     def __enter__(self) -> Staged:
         return self
@@ -201,7 +202,7 @@ def stage(
             "gaps that lies on the host"
         )
     chosen = open_device(device)
-    wanted = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
+    wanted = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, dtype=None if len(ids) else torch.int64)
     if wanted.dtype not in (torch.int32, torch.int64):
         refuse_like_torch(wanted, weight.dtype, wanted.device)
     if wanted.dim() == 0:

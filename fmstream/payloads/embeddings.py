@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fmstream.actors.gathers import Gathers, Ids
-from fmstream.actors.rows import IN_FLIGHT, Fetch, Rows, batch_bytes, positions_that_fit
+from fmstream.actors.rows import IN_FLIGHT, SLOT_BYTES, Fetch, Rows, batch_bytes, positions_that_fit
 from fmstream.config import StreamConfig
 from fmstream.core.telemetry import Telemetry
 from fmstream.device.accelerator import Accelerator
@@ -104,7 +104,7 @@ class _Known:
 
 def host_ids(ids: torch.Tensor) -> Ids:
     """Ids as int64 on the host, in order.  Where they are on an accelerator, the host waits for them."""
-    return ids.to("cpu", torch.int64).reshape(-1).numpy()
+    return np.ascontiguousarray(ids.to("cpu", torch.int64).reshape(-1).numpy())
 
 
 def check_ids(ids: Ids, num_rows: int, name: str) -> None:
@@ -186,6 +186,7 @@ class Tables:
         num_bytes = IN_FLIGHT * max(self._wanted_bytes(master) for master in self._masters)
         if memory is not None:
             num_bytes = max(least, min(num_bytes, memory // RING_SHARE, least + max(0, spare)))
+        num_bytes -= num_bytes % SLOT_BYTES
         if num_bytes != self._rows.ring_bytes:
             self._rows.reset()
             self._rows.ring_bytes = num_bytes
@@ -291,7 +292,8 @@ class Tables:
     def settle(self) -> None:
         """Wait until no gather reads a table."""
         if self._rows is not None:
-            self._rows.settle()
+            with self._lock:
+                self._rows.settle()
 
     # Passes
 
