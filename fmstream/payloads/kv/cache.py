@@ -22,7 +22,7 @@ from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.sizing import Sizing
-from fmstream.payloads.kv.tiers import TierCounts
+from fmstream.payloads.kv.tiers import TierCounts, Tiers
 
 MEGABYTE: Final = 1_000_000
 
@@ -115,7 +115,8 @@ class PagedCache(DynamicCache):
                 self._lanes[keys.device] = lanes_of(open_device(keys.device))
             lanes = self._lanes[keys.device]
             size = self._sizing.first(lanes, shape, keys.shape[0], keys.shape[-2])
-            self._pools[key] = Pool(lanes, shape, size, self._host_bytes, self._spill_dir, self._note)
+            tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
+            self._pools[key] = Pool(lanes, shape, tiers, self._sizing.num_layers, size)
         pool = self._pools[key]
         return pool, self._siblings.setdefault(pool, [])
 

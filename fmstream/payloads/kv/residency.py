@@ -6,7 +6,7 @@ stays; the rest of a layer makes room as soon as it was read.  So the link has t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -38,22 +38,20 @@ def in_order_of_leaving(count: int, current: int) -> list[int]:
 
 
 def leaving(
-    table: PageTable, layers: Sequence[BlockTable], current: int, num_frames: int, wanted: int
+    table: PageTable, layers: Sequence[BlockTable], current: int, kept: Callable[[BlockTable], int], wanted: int
 ) -> Iterator[tuple[Ids, bool]]:
     """Pages that may leave their frames, the best first, until ``wanted`` are found: (pages, whether they are loading).
 
-    First what does not stay, then what would, then what is on its way.
+    First what does not stay, a layer at a time, so that frames do not fall to pieces; then what would; then what is on
+    its way.
     """
     order = in_order_of_leaving(len(layers), current)
     for staying in (False, True):
         for index in order:
             layer = layers[index]
-            if staying:
-                found = unpinned(table, layer.pages)
-            else:
-                found = passing(table, layer, kept_columns(num_frames, len(layers), layer))
+            found = unpinned(table, layer.pages)[:wanted] if staying else passing(table, layer, kept(layer))
             if len(found):
-                yield found[:wanted], False
+                yield found, False
                 wanted -= len(found)
                 if wanted <= 0:
                     return
