@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fmstream.core.order import Lane
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT
@@ -27,6 +28,9 @@ CHUNK_BYTES: Final = 16 << 20
 """Recalled and put together at once."""
 HEADROOM: Final = 1 / 16
 """Part by which the end of the pool is made larger than needed now."""
+
+
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _New(NamedTuple):
@@ -165,12 +169,14 @@ class Pool:
     def _gather(self, pages: Ids, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the tokens of pages to where the layer is put together, a chunk at a time."""
         chunk = min(self._chunk, self.frames.num_frames)
-        for sequence, row in enumerate(pages):
-            for begin in range(0, len(row), chunk):
-                part = row[begin : begin + chunk]
-                with self.frames.holding(part):
-                    self._copy_out(part, begin, length, keys[sequence], values[sequence])
-                self.lanes.point(Lane.COMPUTE)
+        order = list(product(range(len(pages)), range(0, pages.shape[1], chunk)))
+        if len(pages) > 1 and len(np.unique(pages)) < pages.size:
+            order.sort(key=lambda at: at[1])  # a page of several sequences is used for all of them while it is there
+        for sequence, begin in order:
+            part = pages[sequence, begin : begin + chunk]
+            with self.frames.holding(part):
+                self._copy_out(part, begin, length, keys[sequence], values[sequence])
+            self.lanes.point(Lane.COMPUTE)
 
     def _copy_out(self, pages: Ids, column: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Frames to [heads, tokens, dim]; ``column`` is that of the first page."""
@@ -232,13 +238,42 @@ class Pool:
         if missing:
             block.extend(self.frames.new(sequences * missing).reshape(sequences, missing))
         block.length = end
+        shared = self._share_equal(block, begin, keys, values)
         kept, last = self.kept(block), block.pages.shape[1] - 1
         cuts = sorted({*range(first, last, self._chunk), min(max(kept, first), last), last, last + 1})
         for sequence in range(sequences):
             new = _New(begin, end, keys[sequence], values[sequence])
             for low, high in pairwise(cuts):
-                self._write(block.pages[sequence, low:high], low, new, staying=low < kept or low == last)
+                for _, column, count in runs(low + np.flatnonzero(~shared[sequence, low:high])):
+                    pages = block.pages[sequence, column : column + count]
+                    self._write(pages, column, new, staying=low < kept or low == last)
         self.lanes.point(Lane.COMPUTE)
+
+    def _share_equal(
+        self, block: BlockTable, begin: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> NDArray[np.bool_]:
+        """Let sequences that begin alike share pages: [sequences, columns], what need not be written.
+
+        Pages that are new and full are compared with those of the first sequence, bit by bit, for equal tokens need not
+        give equal bits.  The host waits for that; while tokens come one by one there is nothing to compare.
+        """
+        tokens, sequences = self.shape.tokens, len(keys)
+        low, high = self.shape.pages(begin), block.length // tokens
+        shared = np.zeros(block.pages.shape, np.bool_)
+        if sequences < 2 or high <= low:
+            return shared
+        for column in range(low, high, self._chunk):
+            stop = min(column + self._chunk, high)
+            equal = _equal_pages(keys[:, :, column * tokens : stop * tokens], tokens)
+            equal &= _equal_pages(values[:, :, column * tokens : stop * tokens], tokens)
+            shared[1:, column:stop] = equal.cpu().numpy()
+        for sequence in range(1, sequences):
+            which = np.flatnonzero(shared[sequence])
+            own, common = block.pages[sequence, which], block.pages[0, which]
+            block.pages[sequence, which] = common
+            self.frames.share(common)
+            self.frames.release(own)
+        return shared
 
     def _write(self, pages: Ids, column: int, new: _New, *, staying: bool) -> None:
         """New tokens to pages from ``column`` on; one without a frame is written as a whole."""
@@ -363,6 +398,14 @@ def _by_page(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     """[heads, n * tokens, dim] as [heads, n, tokens, dim]; a view."""
     heads, length, dim = tensor.shape
     return tensor.view(heads, length // tokens, tokens, dim)
+
+
+def _equal_pages(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which pages of other sequences hold the same bits as the first one's: [sequences - 1, pages]."""
+    bits = _INTEGERS[tensor.dtype.itemsize]
+    first, others = tensor[:1].view(bits), tensor[1:].view(bits)
+    sequences, heads, length, dim = others.shape
+    return (others == first).view(sequences, heads, length // tokens, tokens, dim).all(4).all(3).all(1)
 
 
 def _called(method: weakref.WeakMethod[Any], wanted: int) -> int:

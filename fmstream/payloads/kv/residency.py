@@ -21,13 +21,12 @@ ON_THE_WAY: Final = 1.25
 
 def kept_columns(num_frames: int, num_layers: int, table: BlockTable) -> int:
     """Columns at the beginning of every layer that stay in frames."""
-    sequences, columns = max(1, table.num_sequences), int(table.pages.shape[1])
-    in_layer = sequences * columns
+    sequences, columns, in_layer = table.num_sequences, int(table.pages.shape[1]), table.num_pages
     if num_frames >= in_layer * num_layers:
         return columns
     moving = ON_THE_WAY if num_layers > 2 else ON_THE_WAY - 1
     kept = (num_frames - moving * in_layer - sequences) / max(num_layers - moving, 0.75)
-    return max(0, int(kept) // sequences)
+    return max(0, int(kept * columns) // in_layer)
 
 
 def in_order_of_leaving(count: int, current: int) -> list[int]:
