@@ -47,7 +47,7 @@ def test_a_page_that_left_at_once_comes_back_as_it_was(execution: Execution, hos
     fresh(execution)
     cache = made(1, 20, kv_host_memory=host * PAGE_BYTES, spill_dir=tmp_path)
     plain = torch.empty(1, HEADS, 0, DIM)
-    for number in range(40):
+    for _ in range(40):
         new = torch.randn(1, HEADS, 5, DIM)
         cache.update(new.to("emu"), -new.to("emu"), 0)
         pool, plain = pool_of(cache), torch.cat([plain, new], 2)
