@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
 
 from fmstream.config import check_kv_options, host_bytes
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
 from fmstream.errors import ConfigError
 from fmstream.payloads.kv.blocks import BlockTable
+from fmstream.payloads.kv.compat import Cache, DynamicCache, DynamicLayer
 from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
