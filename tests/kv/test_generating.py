@@ -48,7 +48,7 @@ def test_a_streamed_model_pages_by_itself(build: Callable[[], nn.Module], device
     model = model_on(build, "cpu")
     before = set(model.__dict__)
     seen = Seen(model)
-    with fmstream.stream(model, device=device, **OPTIONS):
+    with fmstream.stream(model, device=device, **OPTIONS) as handle:
         assert HOOK in model.__dict__
         found = model.generate(prompt(30).to(device), **WISHES)
         assert torch.equal(found.cpu(), expected)
@@ -58,6 +58,8 @@ def test_a_streamed_model_pages_by_itself(build: Callable[[], nn.Module], device
     assert type(paged) is PagedCache
     assert paged.statistics().recalled_bytes > 0
     paged.check()
+    note = next(note for note in handle.report.notes if "keys and values lay in pages" in note)
+    assert " 0 bytes" not in note
     assert not emulator.machine().reports
 
 
