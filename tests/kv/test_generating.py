@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import fmstream
 from fmstream import PagedCache, emulator
 from fmstream.errors import CancelledRun, ConfigError
+from fmstream.payloads.kv import compat
 from fmstream.payloads.kv.generating import HOOK
 from tests.kv.kit import fresh, gemma, generate, llama, model_on, plain_cache, prompt, t5
 
@@ -47,7 +48,7 @@ def test_a_streamed_model_pages_by_itself(build: Callable[[], nn.Module], device
     model = model_on(build, "cpu")
     before = set(model.__dict__)
     seen = Seen(model)
-    with fmstream.stream(model, device=device, **OPTIONS):
+    with fmstream.stream(model, device=device, **OPTIONS) as handle:
         assert HOOK in model.__dict__
         found = model.generate(prompt(30).to(device), **WISHES)
         assert torch.equal(found.cpu(), expected)
@@ -57,6 +58,8 @@ def test_a_streamed_model_pages_by_itself(build: Callable[[], nn.Module], device
     assert type(paged) is PagedCache
     assert paged.statistics().recalled_bytes > 0
     paged.check()
+    note = next(note for note in handle.report.notes if "keys and values lay in pages" in note)
+    assert " 0 bytes" not in note
     assert not emulator.machine().reports
 
 
@@ -259,6 +262,15 @@ def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> N
         fmstream.StreamConfig(**options)
 
 
+def test_what_versions_of_transformers_differ_in() -> None:
+    assert compat.length_of_query(7) == compat.length_of_query(torch.arange(7)) == 7
+    assert compat.length_to_keep(-3, 10) == compat.length_to_keep(7, 10, version=(5, 12)) == 7
+    assert compat.length_to_keep(-30, 10) == 0
+    assert compat.length_to_keep(30, 10, version=(5, 0)) == 10
+    layer: Any = PagedCache(model_on(llama, "cpu").config, 7).layers[0]
+    assert layer.get_max_cache_shape() == layer.get_max_length() == -1
+
+
 def test_crop_of_a_positive_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"crop\(3\)"):
-        PagedCache(model_on(llama, "cpu").config, 7).crop(3)
+        PagedCache(model_on(llama, "cpu").config, 7).crop(3)  # also with nothing in it

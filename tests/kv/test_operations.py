@@ -39,10 +39,11 @@ class Twins:
         self.number = 0.0
 
     def tensor(self, rows: int, length: int) -> Tensor:
-        """Values that occur nowhere else."""
+        """Values that occur nowhere else; at times the same in all sequences."""
         count = rows * HEADS * length * DIM
         self.number += count
-        return torch.arange(self.number - count, self.number).view(rows, HEADS, length, DIM)
+        new = torch.arange(self.number - count, self.number).view(rows, HEADS, length, DIM)
+        return new[:1].repeat(rows, 1, 1, 1) if self.number % 3 == 0 else new
 
     def apply(self, operation: Operation) -> None:
         """Carry out one operation on a cache and on its tensors."""

@@ -100,6 +100,7 @@ def two_pages() -> tuple[Any, Any, Pool]:
     model = model_on(llama, "emu")
     cache = PagedCache(model.config, 40, page_tokens=8)
     values = torch.ones(2, 2, 16, 8, device="emu")
+    values[1] = 2  # else they would share pages
     cache.update(values, values, 0)
     layer: Any = cache.layers[0]
     return cache, layer, layer.pool

@@ -34,6 +34,7 @@ class BlockTable:
         """Another number after each change."""
         self._pages: Ids = np.empty((0, 0), np.int32)
         self._num_columns = 0
+        self._counted, self._num_pages = (-1, 0), 0
 
     @property
     def pages(self) -> Ids:
@@ -44,6 +45,15 @@ class BlockTable:
     def num_sequences(self) -> int:
         """Sequences, 0 while nothing was stored."""
         return int(self._pages.shape[0])
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, those of several sequences once."""
+        if self.num_sequences < 2:
+            return self.pages.size
+        if self._counted != (self.version, self.pages.size):
+            self._counted, self._num_pages = (self.version, self.pages.size), len(np.unique(self.pages))
+        return self._num_pages
 
     def extend(self, pages: Ids) -> None:
         """Add columns."""

@@ -7,22 +7,22 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
 
 from fmstream.config import check_kv_options, host_bytes
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
 from fmstream.errors import ConfigError
 from fmstream.payloads.kv.blocks import BlockTable
+from fmstream.payloads.kv.compat import Cache, DynamicCache, DynamicLayer
+from fmstream.payloads.kv.frames import PageCounts
 from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.sizing import Sizing
-from fmstream.payloads.kv.tiers import TierCounts
+from fmstream.payloads.kv.tiers import TierCounts, Tiers
 
 MEBIBYTE: Final = 1 << 20
 
@@ -54,6 +54,13 @@ class KvStatistics:
     file_read_bytes: int
     file_written_bytes: int
     num_lent: int
+
+
+class Moves(NamedTuple):
+    """What a pool has moved, in pages of so many bytes."""
+
+    page_bytes: int
+    pages: PageCounts
 
 
 class PagedCache(DynamicCache):
@@ -93,6 +100,8 @@ class PagedCache(DynamicCache):
         plain = DynamicCache(config=config)
         self.notes: list[str] = []
         self._note = note or self.notes.append
+        self.moves: list[Moves] = []
+        """What its pools have moved; it can be read when they are gone."""
         self._page_tokens = page_tokens
         self._host_bytes = host_bytes(kv_host_memory)
         self._spill_dir = spill_dir
@@ -115,7 +124,9 @@ class PagedCache(DynamicCache):
                 self._lanes[keys.device] = lanes_of(open_device(keys.device))
             lanes = self._lanes[keys.device]
             size = self._sizing.first(lanes, shape, keys.shape[0], keys.shape[-2])
-            self._pools[key] = Pool(lanes, shape, size, self._host_bytes, self._spill_dir, self._note)
+            tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
+            self._pools[key] = pool = Pool(lanes, shape, tiers, self._sizing.num_layers, size)
+            self.moves.append(Moves(shape.num_bytes, pool.frames.counts))
         pool = self._pools[key]
         return pool, self._siblings.setdefault(pool, [])
 

@@ -112,24 +112,25 @@ class Frames:
         free = int(np.count_nonzero(self.table.owner[: self.num_frames] == -1))
         return free + sum(count for _, count, _ in self._spilling)
 
-    def take(self, wanted: int) -> tuple[int, int]:
-        """Consecutive free frames, up to ``wanted``: (first, count).  Pages leave where there are none."""
+    def take(self, wanted: int, *, staying: bool = False) -> tuple[int, int]:
+        """Consecutive free frames, up to ``wanted``: (first, count).  Pages leave where there are none.
+
+        For pages that stay they are the first, for others the last, so that those do not lie between these.
+        """
         while True:
-            count = min(wanted, self.num_frames)
-            while count:
-                first = self.table.find_free(count, 0, self.num_frames)
-                if first >= 0:
-                    return first, count
-                count //= 2
+            free = self.table.owner[: self.num_frames] == -1
+            first, count = _longest(free if staying else free[::-1], wanted)
+            if count:
+                return first if staying else self.num_frames - first - count, count
             if self._spilling:
                 self._hand_over(self._spilling.pop(0))
             elif not self.make_room(wanted):
                 raise AssertionError(f"all {self.num_frames} frames are pinned")
 
-    def fill(self, start: int, count: int) -> tuple[int, int]:
+    def fill(self, start: int, count: int, *, staying: bool) -> tuple[int, int]:
         """Frames for absent pages of consecutive numbers, up to ``count``, that the compute lane writes next."""
         self._end_spills(np.arange(start, start + count, dtype=np.int32))
-        frame, count = self.take(count)
+        frame, count = self.take(count, staying=staying)
         self.table.load(start, count, frame)
         self.table.ready(start, count)
         return frame, count
@@ -284,6 +285,16 @@ class Frames:
 def _steps(numbers: NDArray[Any]) -> int:
     """How many numbers from the first on are consecutive."""
     return _first(numbers != numbers[0] + np.arange(len(numbers)))
+
+
+def _longest(flags: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
+    """The first run of ``wanted`` flags that are set, else the longest: (first, count)."""
+    edges = np.flatnonzero(np.diff(flags.view(np.int8), prepend=np.int8(0), append=np.int8(0)))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    at = int(np.argmax(np.minimum(lengths, wanted)))
+    return int(edges[2 * at]), min(wanted, int(lengths[at]))
 
 
 def _first(flags: NDArray[np.bool_]) -> int:

@@ -54,6 +54,8 @@ class GenerateSeam:
         self._device = device
         self._note = note
         self._hooked: list[nn.Module] = []
+        self._moves: list[list[Any]] = []
+        """What the caches that were made have moved."""
 
     def put(self, modules: Iterable[nn.Module]) -> None:
         """Put the seam into those that generate."""
@@ -72,6 +74,15 @@ class GenerateSeam:
             module.__dict__.pop(HOOK, None)
             _seams.pop(module, None)
             self._hooked.pop()
+        made, self._moves = self._moves, []
+        if made:
+            moves = [move for cache in made for move in cache]
+            recalled = sum(move.page_bytes * move.pages.recalled for move in moves)
+            spilled = sum(move.page_bytes * move.pages.spilled for move in moves)
+            self._note(
+                f"keys and values lay in pages in {len(made)} caches: {recalled} bytes of them were recalled to the "
+                f"device and {spilled} written home from it"
+            )
 
     def replace(self, module: nn.Module, generation_config: Any, arguments: dict[str, Any], sizes: list[int]) -> None:
         """Put a paged cache in place of the one that was just made."""
@@ -98,7 +109,7 @@ class GenerateSeam:
         from fmstream.payloads.kv.cache import PagedCache
 
         options = self._options
-        return PagedCache(
+        made = PagedCache(
             module.config,
             options.max_pages,
             page_tokens=options.page_tokens,
@@ -107,6 +118,8 @@ class GenerateSeam:
             spill_dir=options.spill_dir,
             note=self._note,
         )
+        self._moves.append(made.moves)
+        return made
 
     def _is_wanted(self, module: nn.Module, cache: Any, sizes: list[int]) -> bool:
         if self._options.max_pages is not None:

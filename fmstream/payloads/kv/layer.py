@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from fmstream.errors import ConfigError
 from fmstream.payloads.kv.blocks import BlockTable
+from fmstream.payloads.kv.compat import CacheLayerMixin, length_of_query, length_to_keep
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.sizing import Sizing
 
@@ -115,9 +115,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             pool.prefetch(siblings[(siblings.index(self.block) + 1) % len(siblings)])
         return keys, values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Length and offset of the keys that the mask is for."""
-        return self.block.length + query_length, 0
+        return self.block.length + length_of_query(query_length), 0
 
     def get_seq_length(self) -> int:
         """Tokens that are stored."""
@@ -127,6 +127,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """-1: there is no limit but memory."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name before 5.18
+
     def reset(self) -> None:
         """Forget everything."""
         self.is_initialized = False
@@ -135,12 +137,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
-        if tokens_to_remove == 0 or self.pool is None:
-            return
-        self.block.length = max(0, self.block.length + tokens_to_remove)
-        self.pool.frames.release(self.block.cut(self.pool.shape.pages(self.block.length)))
+        length = length_to_keep(tokens_to_remove, self.block.length)
+        if length < self.block.length:
+            assert self.pool is not None
+            self.block.length = length
+            self.pool.frames.release(self.block.cut(self.pool.shape.pages(length)))
 
     def _choose(self, sequences: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         if self.pool is None or not self.block.length:

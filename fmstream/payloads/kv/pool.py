@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from itertools import pairwise, product
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fmstream.core.order import Lane
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT
@@ -30,6 +30,18 @@ HEADROOM: Final = 1 / 16
 """Part by which the end of the pool is made larger than needed now."""
 
 
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _New(NamedTuple):
+    """A sequence as it was put together, [heads, tokens, dim] each; tokens from ``begin`` to ``end`` are new."""
+
+    begin: int
+    end: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class Pool:
     """A number of pages of fast memory for the keys and values of layers of one shape.
 
@@ -37,24 +49,18 @@ class Pool:
     and takes frames away.
 
     Args:
+        tiers: where pages go that leave their frames; closed with the pool.
+        num_layers: how many layers will be in it.
         max_pages: its size in pages; one frame more is taken, through which pages come where a layer fills the pool.
-        host_bytes, spill_dir, note: see `Tiers`.
 
     Raises:
         MemoryBudgetError: the device has no room for so many pages.
     """
 
-    def __init__(
-        self,
-        lanes: Lanes,
-        shape: PageShape,
-        max_pages: int,
-        host_bytes: int | None,
-        spill_dir: str | os.PathLike[str] | None,
-        note: Callable[[str], None],
-    ) -> None:
+    def __init__(self, lanes: Lanes, shape: PageShape, tiers: Tiers, num_layers: int, max_pages: int) -> None:
         self.shape = shape
         self.lanes = lanes
+        self._num_layers = num_layers
         self.layers: list[BlockTable] = []
         """Block tables in the order in which their layers are called."""
         self.left: list[BlockTable] = []
@@ -67,7 +73,7 @@ class Pool:
         self._end_pages = 0
         self._end: Part | None = None
         self._chunk = max(1, CHUNK_BYTES // shape.num_bytes)
-        self.tiers = Tiers(lanes, shape.num_bytes, host_bytes, spill_dir, note)
+        self.tiers = tiers
         self._finalizer = weakref.finalize(self, Tiers.close, self.tiers)
         # Weakly: a cycle would leave memory taken until the next collection.
         room = weakref.WeakMethod(self._make_room)
@@ -103,10 +109,14 @@ class Pool:
         self.current = self.layers.index(block)
         self.frames.retire()
 
+    def kept(self, block: BlockTable) -> int:
+        """Columns at the beginning of a layer that stay in frames."""
+        return residency.kept_columns(self.frames.num_frames, max(self._num_layers, len(self.layers)), block)
+
     def _make_room(self, wanted: int) -> int:
         """Let up to ``wanted`` pages leave their frames; how many did."""
         frames, total = self.frames, 0
-        for pages, is_loading in residency.leaving(frames.table, self.layers, self.current, frames.num_frames, wanted):
+        for pages, is_loading in residency.leaving(frames.table, self.layers, self.current, self.kept, wanted):
             total += len(pages)
             if is_loading:
                 frames.vacate(pages)
@@ -120,7 +130,7 @@ class Pool:
         missing = residency.each_once(block.pages, table.state == ABSENT)
         if not len(missing):
             return
-        room, kept = frames.num_free(), residency.kept_columns(frames.num_frames, len(self.layers), block)
+        room, kept = frames.num_free(), self.kept(block)
         for index in residency.in_order_of_leaving(len(self.layers), self.current):
             if self.layers[index] is not block and room < len(missing):
                 room += len(residency.passing(table, self.layers[index], kept))
@@ -159,12 +169,14 @@ class Pool:
     def _gather(self, pages: Ids, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the tokens of pages to where the layer is put together, a chunk at a time."""
         chunk = min(self._chunk, self.frames.num_frames)
-        for sequence, row in enumerate(pages):
-            for begin in range(0, len(row), chunk):
-                part = row[begin : begin + chunk]
-                with self.frames.holding(part):
-                    self._copy_out(part, begin, length, keys[sequence], values[sequence])
-                self.lanes.point(Lane.COMPUTE)
+        order = list(product(range(len(pages)), range(0, pages.shape[1], chunk)))
+        if len(pages) > 1 and len(np.unique(pages)) < pages.size:
+            order.sort(key=lambda at: at[1])  # a page of several sequences is used for all of them while it is there
+        for sequence, begin in order:
+            part = pages[sequence, begin : begin + chunk]
+            with self.frames.holding(part):
+                self._copy_out(part, begin, length, keys[sequence], values[sequence])
+            self.lanes.point(Lane.COMPUTE)
 
     def _copy_out(self, pages: Ids, column: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Frames to [heads, tokens, dim]; ``column`` is that of the first page."""
@@ -226,38 +238,67 @@ class Pool:
         if missing:
             block.extend(self.frames.new(sequences * missing).reshape(sequences, missing))
         block.length = end
+        shared = self._share_equal(block, begin, keys, values)
+        kept, last = self.kept(block), block.pages.shape[1] - 1
+        cuts = sorted({*range(first, last, self._chunk), min(max(kept, first), last), last, last + 1})
         for sequence in range(sequences):
-            row = block.pages[sequence, first:]
-            for at in range(0, len(row), self._chunk):
-                self._write(row[at : at + self._chunk], first + at, begin, end, keys[sequence], values[sequence])
+            new = _New(begin, end, keys[sequence], values[sequence])
+            for low, high in pairwise(cuts):
+                for _, column, count in runs(low + np.flatnonzero(~shared[sequence, low:high])):
+                    pages = block.pages[sequence, column : column + count]
+                    self._write(pages, column, new, staying=low < kept or low == last)
         self.lanes.point(Lane.COMPUTE)
 
-    def _write(self, pages: Ids, column: int, begin: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Tokens from ``begin`` to ``end`` to pages from ``column`` on; one without a frame is written as a whole."""
+    def _share_equal(
+        self, block: BlockTable, begin: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> NDArray[np.bool_]:
+        """Let sequences that begin alike share pages: [sequences, columns], what need not be written.
+
+        Pages that are new and full are compared with those of the first sequence, bit by bit, for equal tokens need not
+        give equal bits.  The host waits for that; while tokens come one by one there is nothing to compare.
+        """
+        tokens, sequences = self.shape.tokens, len(keys)
+        low, high = self.shape.pages(begin), block.length // tokens
+        shared = np.zeros(block.pages.shape, np.bool_)
+        if sequences < 2 or high <= low:
+            return shared
+        for column in range(low, high, self._chunk):
+            stop = min(column + self._chunk, high)
+            equal = _equal_pages(keys[:, :, column * tokens : stop * tokens], tokens)
+            equal &= _equal_pages(values[:, :, column * tokens : stop * tokens], tokens)
+            shared[1:, column:stop] = equal.cpu().numpy()
+        for sequence in range(1, sequences):
+            which = np.flatnonzero(shared[sequence])
+            own, common = block.pages[sequence, which], block.pages[0, which]
+            block.pages[sequence, which] = common
+            self.frames.share(common)
+            self.frames.release(own)
+        return shared
+
+    def _write(self, pages: Ids, column: int, new: _New, *, staying: bool) -> None:
+        """New tokens to pages from ``column`` on; one without a frame is written as a whole."""
         frames, table, at = self.frames, self.frames.table, 0
         while at < len(pages):
             page, start = int(pages[at]), (column + at) * self.shape.tokens
             if table.state[page] == LOADING:
                 table.ready(page, 1)
             if table.state[page] == RESIDENT:
-                frame, count, start = int(table.frame[page]), 1, max(begin, start)
+                frame, count, start = int(table.frame[page]), 1, max(new.begin, start)
             else:
                 _, _, count = next(runs(pages[at:]))
-                frame, count = frames.fill(page, count)
+                frame, count = frames.fill(page, count, staying=staying)
             table.dirty[page : page + count] = True
             frames.claim(Lane.COMPUTE, frame, count)
-            self._copy_in(frame, count, column + at, start, end, keys, values)
+            self._copy_in(frame, count, column + at, start, new)
             at += count
 
-    def _copy_in(
-        self, frame: int, count: int, column: int, start: int, end: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """[heads, tokens, dim] to frames; ``start`` lies in the first of them."""
+    def _copy_in(self, frame: int, count: int, column: int, start: int, new: _New) -> None:
+        """[heads, tokens, dim] to frames, from the token ``start`` on, which lies in the first of them."""
         tokens, first = self.shape.tokens, column * self.shape.tokens
-        whole = min(count, (end - first) // tokens) if start == first else 0
+        whole = min(count, (new.end - first) // tokens) if start == first else 0
         behind = first + whole * tokens
-        low, high = max(start, behind), min(end, first + count * tokens)
-        for source, target in ((keys, self._keys), (values, self._values)):
+        low, high = max(start, behind), min(new.end, first + count * tokens)
+        for source, target in ((new.keys, self._keys), (new.values, self._values)):
             if whole:
                 stretch = _by_page(source[:, first:behind], tokens)
                 target[frame : frame + whole].permute(1, 0, 2, 3).copy_(stretch)
@@ -357,6 +398,14 @@ def _by_page(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     """[heads, n * tokens, dim] as [heads, n, tokens, dim]; a view."""
     heads, length, dim = tensor.shape
     return tensor.view(heads, length // tokens, tokens, dim)
+
+
+def _equal_pages(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which pages of other sequences hold the same bits as the first one's: [sequences - 1, pages]."""
+    bits = _INTEGERS[tensor.dtype.itemsize]
+    first, others = tensor[:1].view(bits), tensor[1:].view(bits)
+    sequences, heads, length, dim = others.shape
+    return (others == first).view(sequences, heads, length // tokens, tokens, dim).all(4).all(3).all(1)
 
 
 def _called(method: weakref.WeakMethod[Any], wanted: int) -> int:

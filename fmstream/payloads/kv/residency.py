@@ -6,7 +6,7 @@ stays; the rest of a layer makes room as soon as it was read.  So the link has t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,13 +21,12 @@ ON_THE_WAY: Final = 1.25
 
 def kept_columns(num_frames: int, num_layers: int, table: BlockTable) -> int:
     """Columns at the beginning of every layer that stay in frames."""
-    sequences, columns = max(1, table.num_sequences), int(table.pages.shape[1])
-    in_layer = sequences * columns
+    sequences, columns, in_layer = table.num_sequences, int(table.pages.shape[1]), table.num_pages
     if num_frames >= in_layer * num_layers:
         return columns
     moving = ON_THE_WAY if num_layers > 2 else ON_THE_WAY - 1
     kept = (num_frames - moving * in_layer - sequences) / max(num_layers - moving, 0.75)
-    return max(0, int(kept) // sequences)
+    return max(0, int(kept * columns) // in_layer)
 
 
 def in_order_of_leaving(count: int, current: int) -> list[int]:
@@ -38,22 +37,20 @@ def in_order_of_leaving(count: int, current: int) -> list[int]:
 
 
 def leaving(
-    table: PageTable, layers: Sequence[BlockTable], current: int, num_frames: int, wanted: int
+    table: PageTable, layers: Sequence[BlockTable], current: int, kept: Callable[[BlockTable], int], wanted: int
 ) -> Iterator[tuple[Ids, bool]]:
     """Pages that may leave their frames, the best first, until ``wanted`` are found: (pages, whether they are loading).
 
-    First what does not stay, then what would, then what is on its way.
+    First what does not stay, a layer at a time, so that frames do not fall to pieces; then what would; then what is on
+    its way.
     """
     order = in_order_of_leaving(len(layers), current)
     for staying in (False, True):
         for index in order:
             layer = layers[index]
-            if staying:
-                found = unpinned(table, layer.pages)
-            else:
-                found = passing(table, layer, kept_columns(num_frames, len(layers), layer))
+            found = unpinned(table, layer.pages)[:wanted] if staying else passing(table, layer, kept(layer))
             if len(found):
-                yield found[:wanted], False
+                yield found, False
                 wanted -= len(found)
                 if wanted <= 0:
                     return

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-import psutil
 import torch
 
 from fmstream.core.freeruns import FreeRuns
@@ -25,7 +24,7 @@ TRANSIT_BYTES: Final = 8 << 20
 TRANSIT_PAGES: Final = 8
 """and in pages."""
 FLOOR_SHARE: Final = 0.05
-"""Part of the host's memory that is left alone."""
+"""Part of the host memory that is free at first, within the limits of the control groups, which is left free."""
 FILE: Final = 1 << 40
 """Homes from this number on are pages of the file."""
 
@@ -85,6 +84,7 @@ class Tiers:
         self._host_used = self._file_used = 0
         self._written = self._read = 0
         self._told = False
+        self._floor = int(budget.available_bytes() * FLOOR_SHARE)
 
     # Homes
 
@@ -121,7 +121,7 @@ class Tiers:
     def _add_block(self, wanted: int) -> bool:
         """Take more host memory, if the limit and the floor allow a page of it."""
         taken = sum(block.memory.num_bytes for block in self._blocks)
-        left = budget.available_bytes() - int(psutil.virtual_memory().total * FLOOR_SHARE)
+        left = budget.available_bytes() - self._floor
         if self._host_bytes is not None:
             left = min(left, self._host_bytes - taken)
         size = min(max(taken, SMALLEST_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
