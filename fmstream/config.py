@@ -281,7 +281,7 @@ def check_kv_options(max_pages: object, page_tokens: object, threshold_mb: objec
     if not _is_int(page_tokens) or not 1 <= page_tokens <= MAX_PAGE_TOKENS:  # type: ignore[operator]
         raise ConfigError(f"page_tokens={page_tokens!r} is no int from 1 to {MAX_PAGE_TOKENS}: 32 is the default")
     if not _is_int(threshold_mb) or threshold_mb < 0:  # type: ignore[operator]
-        raise ConfigError(f"cpu_offload_threshold_mb={threshold_mb!r} is no number of megabytes; 0 sets none")
+        raise ConfigError(f"cpu_offload_threshold_mb={threshold_mb!r} is no number of mebibytes; 0 sets none")
     host_bytes(host_memory)
 
 

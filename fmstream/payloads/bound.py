@@ -147,19 +147,17 @@ def hide(master: Master) -> None:
     An accelerator cannot look at the master's memory.  There it looks at nothing, or if somebody kept it, graphs are
     given another one.
     """
-    if master.in_graph is None or master.in_graph is master.bound:
+    shown = master.in_graph
+    if shown is None or shown is master.bound:
         return
     if master.device.type == "cpu":
-        master.in_graph.show(master.memory())
-    elif not _is_kept(master.in_graph):
-        master.in_graph.show(torch.empty(0, dtype=master.dtype, device=master.device))
+        shown.show(master.memory())
+    # References: the master's, the part's (it remembers what it showed), this frame's, and that of `getrefcount`.  It is no
+    # argument of a call: such a one counts once more where a compiler follows the calls of this thread.
+    elif shown._use_count() == 1 and sys.getrefcount(shown) <= 4:  # type: ignore[attr-defined]
+        shown.show(torch.empty(0, dtype=master.dtype, device=master.device))
     else:
         master.in_graph = None
-
-
-def _is_kept(shown: InGraph) -> bool:
-    # References to the Python object: the master's, two for the argument, and that of `getrefcount`.
-    return shown._use_count() > 1 or sys.getrefcount(shown) > 4  # type: ignore[attr-defined]
 
 
 def hand_over_grad(leaf: Any) -> None:

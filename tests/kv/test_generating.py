@@ -251,7 +251,7 @@ def test_inference_mode_and_side_streams() -> None:
         ({"kv_cache_max_pages": 0}, r"kv_cache_max_pages=0 is no number of pages"),
         ({"kv_cache_max_pages": True}, r"kv_cache_max_pages=True is no number"),
         ({"page_tokens": 0}, r"page_tokens=0 is no int from 1 to 65536: 32"),
-        ({"cpu_offload_threshold_mb": -1}, r"cpu_offload_threshold_mb=-1 is no number of megabytes"),
+        ({"cpu_offload_threshold_mb": -1}, r"cpu_offload_threshold_mb=-1 is no number of mebibytes"),
         ({"kv_host_memory": "much"}, r"kv_host_memory='much' is no size"),
     ],
 )
