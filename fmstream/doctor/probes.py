@@ -1,0 +1,122 @@
+"""Trials on the real machine.  Each imports torch only when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final
+
+from fmstream.doctor.gpus import Gpu
+from fmstream.doctor.measured import Build, LinkRates, MemoryCheck, Pinned, RoundTrip
+from fmstream.doctor.reading import Unread
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BLOCK: Final = 256 << 20
+LAYERS: Final = 8
+FEATURES: Final = 256
+CALLS: Final = 3
+"""The first call is recorded, later ones follow a plan."""
+
+SMALL_KERNEL: Final = 'extern "C" __global__ void add_one(int *values) { values[threadIdx.x] += 1; }\n'
+
+
+class MachineProbes:
+    """The trials of `fmstream.doctor.measured.Probes` on this machine."""
+
+    def pin(self, gpu: Gpu, num_bytes: int) -> Pinned | Unread:
+        """Lock host memory in blocks until all is locked or the driver refuses, and give it back."""
+        import torch
+
+        from fmstream.device.pinned import PinnedBlock
+
+        device = torch.device(_device_name(gpu))
+        blocks: list[PinnedBlock] = []
+        pinned = 0
+        try:
+            while pinned < num_bytes:
+                blocks.append(PinnedBlock(torch.get_device_module(device), device, min(BLOCK, num_bytes - pinned)))
+                if not blocks[-1].pinned:
+                    return Pinned(pinned, was_refused=True)
+                pinned += blocks[-1].num_bytes
+        except (RuntimeError, MemoryError, OSError) as error:
+            return Unread(_first_line(error))
+        finally:
+            for block in blocks:
+                block.close()
+        return Pinned(pinned, was_refused=False)
+
+    def link_rates(self, gpu: Gpu, sample: Callable[[], None]) -> LinkRates | Unread:
+        """Copies of some sizes both ways."""
+        raise NotImplementedError
+
+    def memory_check(self, gpu: Gpu) -> MemoryCheck | Unread:
+        """The patterns of ``fmstream memtest`` over a small part of what is free."""
+        raise NotImplementedError
+
+    def round_trip(self, gpu: Gpu | None) -> RoundTrip | Unread:
+        """Stream some layers in half of their memory, and compare with what they give unstreamed."""
+        from fmstream.errors import FmstreamError
+
+        try:
+            return _stream_layers("cpu" if gpu is None else _device_name(gpu))
+        except (FmstreamError, RuntimeError, ImportError, OSError) as error:
+            return Unread(_first_line(error))
+
+    def build(self, architecture: str) -> Build | Unread:
+        """Build every kernel of this package, or a small one where it has none."""
+        from fmstream.device.nvrtc import BuildError, Compiler
+
+        try:
+            compiler = Compiler()
+            sources = kernel_sources() or {"a small kernel": SMALL_KERNEL}
+            for name, text in sources.items():
+                compiler.build(text, name, architecture)
+        except BuildError as error:
+            return Unread(_first_line(error))
+        return Build(tuple(sources), compiler.version)
+
+
+def kernel_sources() -> dict[str, str]:
+    """The CUDA sources of this package by file name."""
+    found = sorted(files("fmstream.cuda").iterdir(), key=lambda entry: entry.name)
+    return {entry.name: entry.read_text(encoding="utf-8") for entry in found if entry.name.endswith(".cu")}
+
+
+def _device_name(gpu: Gpu) -> str:
+    assert gpu.torch is not None
+    return f"cuda:{gpu.torch.index}"
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{error}".strip().partition("\n")[0] or type(error).__name__
+
+
+def _stream_layers(device: str) -> RoundTrip:
+    import torch
+
+    from fmstream.doors.stream import stream
+
+    layers = _layers()
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(4, FEATURES, generator=generator).to(device)
+    with torch.inference_mode():
+        expected = layers.to(device)(given)
+        layers.to("cpu")
+        with stream(layers, memory="50%", device=device) as streamed:
+            outputs = [streamed(given) for _ in range(CALLS)]
+    is_equal = all(torch.equal(output, expected) for output in outputs)
+    return RoundTrip(is_equal, streamed.report.totals.streamed_bytes)
+
+
+def _layers() -> nn.Module:
+    import torch
+    from torch import nn
+
+    generator = torch.Generator().manual_seed(1)
+    layers: list[Any] = [nn.Linear(FEATURES, FEATURES) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(generator=generator)
+    return model
