@@ -1,1 +1,1 @@
-"""Diagnosis of the machine: link, cards, memory, builds.  It reads and measures, and changes no setting."""
+"""The stethoscope: tests of memory, link and machine from the command line.  It reads and measures, and sets nothing."""
