@@ -1,1 +1,1 @@
-"""The stethoscope: tests of memory, link and machine from the command line.  It reads and measures, and sets nothing."""
+"""The stethoscope: tests of memory, link and machine from the command line.  It sets nothing."""

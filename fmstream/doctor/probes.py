@@ -11,9 +11,12 @@ from fmstream.doctor.measured import Build, LinkRates, MemoryCheck, Pinned, Roun
 from fmstream.doctor.reading import Unread
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 BLOCK: Final = 256 << 20
+MEMORY_TRIAL: Final = 512 << 20
+MEMORY_SECONDS: Final = 10.0
 LAYERS: Final = 8
 FEATURES: Final = 256
 CALLS: Final = 3
@@ -31,7 +34,7 @@ class MachineProbes:
 
         from fmstream.device.pinned import PinnedBlock
 
-        device = torch.device(_device_name(gpu))
+        device = _device(gpu)
         blocks: list[PinnedBlock] = []
         pinned = 0
         try:
@@ -48,12 +51,27 @@ class MachineProbes:
         return Pinned(pinned, was_refused=False)
 
     def link_rates(self, gpu: Gpu, sample: Callable[[], None]) -> LinkRates | Unread:
-        """Copies of some sizes both ways."""
-        raise NotImplementedError
+        """Large copies both ways, pinned and pageable."""
+        from fmstream.device.accelerator import Accelerator
+        from fmstream.doctor.copies import measure_copies
+
+        try:
+            return measure_copies(Accelerator(_device(gpu)), sample)
+        except (RuntimeError, MemoryError) as error:
+            return Unread(_first_line(error))
 
     def memory_check(self, gpu: Gpu) -> MemoryCheck | Unread:
-        """The patterns of ``fmstream memtest`` over a small part of what is free."""
-        raise NotImplementedError
+        """The patterns of ``fmstream memtest``, once over a small part of what is free."""
+        from fmstream.doctor.memtest import run_memtest
+        from fmstream.errors import FmstreamError
+
+        try:
+            result = run_memtest(_device_name(gpu), size=MEMORY_TRIAL, rounds=1, time_limit=MEMORY_SECONDS)
+        except (FmstreamError, RuntimeError) as error:
+            return Unread(_first_line(error))
+        if result.ended == "interrupted":
+            raise KeyboardInterrupt
+        return MemoryCheck(result.tested_bytes, result.findings.num_errors, result.seconds, result.kind or "")
 
     def round_trip(self, gpu: Gpu | None) -> RoundTrip | Unread:
         """Stream some layers in half of their memory, and compare with what they give unstreamed."""
@@ -86,7 +104,13 @@ def kernel_sources() -> dict[str, str]:
 
 def _device_name(gpu: Gpu) -> str:
     assert gpu.torch is not None
-    return f"cuda:{gpu.torch.index}"
+    return f"{gpu.torch.kind}:{gpu.torch.index}"
+
+
+def _device(gpu: Gpu) -> torch.device:
+    import torch
+
+    return torch.device(_device_name(gpu))
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ class TorchDevice:
         architecture: what the maker calls its instruction set, as "gfx1151"; empty for NVIDIA cards.
         is_integrated: whether it shares the host's memory.
         total_bytes: its memory.
+        kind: type of its device in torch.
     """
 
     index: int
@@ -29,6 +30,7 @@ class TorchDevice:
     architecture: str = ""
     is_integrated: bool = False
     total_bytes: int = 0
+    kind: str = "cuda"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Words:
 
     def complement(self) -> Words:
         """The same with every bit turned."""
-        return Words(~self._block.numpy().view(np.uint32), self._marks)
+        return Words(~self._block.cpu().numpy().view(np.uint32), self._marks)
 
     def at(self, start: int, count: int, device: torch.device) -> Tensor:
         """The words of ``count`` addresses from ``start`` on: int32, shape (count,); not to be written."""

@@ -1,4 +1,4 @@
-"""Made-up machines: a sysfs and a proc under a folder, a management library, a torch, and trials that give what they are told."""
+"""Made-up machines: sysfs and proc under a folder, a management library, a torch, and trials with set results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FakeNvml:
     """Stands for the module of nvidia-ml-py."""
 
     NVMLError = NVMLError
-    nvmlMemory_v2 = 0x02000028  # noqa: N815
+    nvmlMemory_v2 = 0x02000028
 
     def __init__(self, cards: list[FakeCard], trouble: int | None = None, driver: Any = b"580.95.05") -> None:
         self.cards = cards
@@ -60,21 +60,21 @@ class FakeNvml:
         self.driver = driver
         self.is_open = False
 
-    def nvmlInit(self) -> None:  # noqa: N802
+    def nvmlInit(self) -> None:
         if self.trouble is not None:
             raise NVMLError(self.trouble)
         self.is_open = True
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
+    def nvmlShutdown(self) -> None:
         self.is_open = False
 
-    def nvmlSystemGetDriverVersion(self) -> Any:  # noqa: N802
+    def nvmlSystemGetDriverVersion(self) -> Any:
         return self.driver
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int:
         return len(self.cards)
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeCard:  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeCard:
         return self.cards[index]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
