@@ -21,6 +21,35 @@ NOT_SUPPORTED = 3
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
+ASKED = frozenset(
+    {
+        "Name",
+        "PciInfo",
+        "CudaComputeCapability",
+        "CurrPcieLinkGeneration",
+        "CurrPcieLinkWidth",
+        "MaxPcieLinkGeneration",
+        "MaxPcieLinkWidth",
+        "GpuMaxPcieLinkGeneration",
+        "PerformanceState",
+        "PcieReplayCounter",
+        "MemoryInfo",
+        "BAR1MemoryInfo",
+        "EccMode",
+        "TotalEccErrors",
+        "RemappedRows",
+        "RetiredPagesPendingStatus",
+        "CurrentClocksEventReasons",
+        "CurrentClocksThrottleReasons",
+        "Temperature",
+        "TemperatureThreshold",
+        "DriverModel_v2",
+        "ComputeRunningProcesses",
+    }
+)
+"""What a card may be asked for, by the end of the call's name."""
+
+
 class NVMLError(Exception):
     """As the library's own: a number with a text."""
 
@@ -76,6 +105,11 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeCard:
         return self.cards[index]
+
+    @staticmethod
+    def names() -> frozenset[str]:
+        """What a card is asked for."""
+        return ASKED
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if not name.startswith("nvmlDeviceGet"):

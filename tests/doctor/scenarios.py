@@ -720,7 +720,7 @@ def windows_says(**more: Any) -> str:
 @expect(
     {
         4: ("INFO", "WDDM.*by design"),
-        9: ("OK", "x16.*card and slot have together"),
+        9: ("OK", "x16.*all that card and slot have together"),
         11: ("INFO", "of Linux only"),
         18: ("INFO", "most on mains, moderate on battery"),
         22: ("INFO", "2.00 GiB of the card's memory used, 1.00 GiB of RAM"),

@@ -32,7 +32,7 @@ def link_width(system: System, gpu: Gpu) -> Result:
     if isinstance(own, Unread):
         return _width_with_slot(gpu, width)
     if width >= own:
-        return ok(f"x{width}", f"x{own}, all that the card has" + (" by design" if own < USUAL_LANES else ""))
+        return ok(f"x{width}", "all that the card has" + (" by design" if own < USUAL_LANES else ""))
     slot = gpu.slot_link.width
     if not isinstance(slot, Unread) and slot < own:
         return warn(f"x{width} of x{own}", f"x{own}; the slot has x{slot}", "move the card to a slot with more lanes")
@@ -49,7 +49,7 @@ def _width_with_slot(gpu: Gpu, width: int) -> Result:
         return info(f"x{width}; how many the card has is not told")
     if width < both:
         return warn(f"x{width} of x{both}", f"x{both}, which card and slot have together", "reseat the card")
-    return ok(f"x{width}", f"x{both}, what card and slot have together")
+    return ok(f"x{width}", "all that card and slot have together")
 
 
 @per_card(10, "link generation", TOPIC)
@@ -93,7 +93,7 @@ def _generation_under_load(generation: int, best: int | Unread, own: int | Unrea
 def _possible(best: int, own: int | Unread) -> str:
     if not isinstance(own, Unread) and best < own:
         return f"gen {best}, for the slot; the card could do gen {own}"
-    return f"gen {best}"
+    return f"gen {best}, the most that it can do"
 
 
 @per_card(11, "path to the root", TOPIC)
