@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from bench.latent_loops import fences as fences_of_latents
+from bench.row_scenarios import few_rows, row_passes, windows_by_hand, windows_in_a_side_stream
 from bench.scenarios import (
     PLAIN_FENCES,
     by_hand,
@@ -23,6 +25,7 @@ from bench.scenarios import (
     switching_passes,
     without_fence,
 )
+from fmstream.actors.rows import DeviceRing, Rows
 from fmstream.actors.runs import Loaded
 from fmstream.actors.staging import StagingRing
 from fmstream.actors.uploads import Uploads
@@ -90,6 +93,28 @@ def _left_at_once(leave: Any) -> Any:
     return lambda ring, place, _mark: leave(ring, place, None)
 
 
+def _never_waiting(_follow: Any) -> Any:
+    return lambda _rows, _batch: None
+
+
+@contextmanager
+def _copied_before_the_gather() -> Iterator[None]:
+    """Copies of rows are enqueued first, and their gathers awaited then."""
+
+    def make(copy: Any) -> Any:
+        def early(rows: Rows, batch: Any) -> bool:
+            done: bool = copy(rows, batch)
+            if done and batch.ticket is not None:
+                rows.gathers.wait(batch.ticket, lambda: None)
+                batch.ticket = None
+            return done
+
+        return early
+
+    with replaced(Rows, "_is_gathered", lambda _: lambda _rows, _batch: True), replaced(Rows, "_copy", make):
+        yield
+
+
 OURS: tuple[Breaker, ...] = (
     Breaker(
         "computing waits for a unit's bytes",
@@ -122,9 +147,29 @@ OURS: tuple[Breaker, ...] = (
     Breaker(
         "a copy from staging follows the read", lambda: replaced(Uploads, "_read", _copy_before_the_read), staged_passes
     ),
+    *(Breaker(*fence) for fence in fences_of_latents(without)),
+)
+
+ROWS: tuple[Breaker, ...] = (
+    Breaker("rows are used behind their copy", lambda: replaced(Rows, "_follow", _never_waiting), windows_by_hand),
+    Breaker("rows of a pass are used behind their copy", lambda: replaced(Rows, "_follow", _never_waiting), row_passes),
+    Breaker("a copy of rows waits for the uses of its place", lambda: without(DeviceRing, "_await_use"), row_passes),
+    Breaker(
+        "rows are staged until they were copied", lambda: replaced(StagingRing, "leave", _left_at_once), windows_by_hand
+    ),
+    Breaker(
+        "a few rows are staged until they were copied", lambda: replaced(StagingRing, "leave", _left_at_once), few_rows
+    ),
+    Breaker("rows are copied behind their gather", _copied_before_the_gather, windows_by_hand),
+    Breaker(
+        "copies to a new ring wait for its memory", lambda: without(Accelerator, "let_copies_wait"), windows_by_hand
+    ),
+    Breaker(
+        "a ring that is dropped outlives its streams", lambda: without(DeviceSlab, "used_on"), windows_in_a_side_stream
+    ),
 )
 
 PLAIN: tuple[Breaker, ...] = tuple(
     Breaker(f"by hand: {name}", partial(without_fence, name), by_hand) for name in PLAIN_FENCES
 )
-BREAKERS: tuple[Breaker, ...] = (*OURS, *PLAIN)
+BREAKERS: tuple[Breaker, ...] = (*OURS, *ROWS, *PLAIN)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import fmstream
+from bench import latent_loops
+from bench.row_scenarios import ROW_SCENARIOS, watched_gathers
 from fmstream import emulator
 from fmstream.actors.chunks import MoveChunk, ReadChunk, ScatterChunk
 from fmstream.actors.prefetch import PrefetchActor
@@ -33,7 +35,7 @@ def reports_of(
 ) -> list[emulator.Report]:
     """What the checker says of a scenario."""
     machine = emulator.reset(SLOW, execution=execution, check="record", capacity=64 << 20, poison=True)
-    with broken(), watched_reads(), torch.no_grad():
+    with broken(), watched_reads(), watched_gathers(), torch.no_grad():
         scenario()
     return list(machine.reports)
 
@@ -264,6 +266,8 @@ SCENARIOS: Final[tuple[Callable[[], None], ...]] = (
     staged_passes,
     side_stream,
     by_hand,
+    *ROW_SCENARIOS,
+    *latent_loops.SCENARIOS,
 )
 """Those above, in each of which the checker finds nothing."""
 

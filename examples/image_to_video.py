@@ -2,10 +2,14 @@
 
     python examples/image_to_video.py
     python examples/image_to_video.py --model DIR --image photo.jpg --memory 2GiB --steps 25
+    python examples/image_to_video.py --host-stage
 
 Without ``--model`` it makes a checkpoint of random weights once (about 1 GB, under ``out/``): the frames are then
 coloured noise, but the layers, the loop and the reads are those of the real model.  It makes the same video three
 times, fails if the frames differ in a single bit, and leaves the video, the report and the timeline in ``--out``.
+
+With ``--host-stage`` the frames go through a stage on the host, a sharpening that follows edges: while some frames are
+decoded, those before are sharpened.  The timeline then shows the decoding, with the stage in a lane of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Any
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before the import: it remarks on what is not installed
 
 import diffusers
+import numba
 import numpy as np
 import torch
 import transformers
@@ -43,6 +48,11 @@ RANDOM_CHECKPOINT = Path("out/svd-checkpoint")
 PHOTOGRAPH = Path(__file__).with_name("images") / "coffee.jpg"
 SMALL, FULL = (64, 64), (576, 1024)
 """Height and width for random weights (computing a step and reading its weights are of one order) and for real ones."""
+
+CHUNK_FRAMES = 1
+"""Frames that are decoded together where they go through a stage afterwards."""
+LEVELS, EDGE, GAIN = 5, 0.15, 2.5
+"""Of the sharpening: scales of detail, the difference in brightness that is an edge, how much details are amplified."""
 
 WARM_UP_STEPS = 3
 """Steps of the untimed call: one that learns the order of the layers, and two that follow the plan."""
@@ -97,14 +107,14 @@ def main() -> int:
     runs = [("unlimited", "overlap_async", None), ("sync", "sync", args.memory)]
     runs.append(("overlap_async", "overlap_async", args.memory))
     try:
-        results = [measure(pipeline, request, args.seed, *run) for run in runs]
+        results = [measure(pipeline, request, args.seed, *run, host_stage=args.host_stage) for run in runs]
     except (fmstream.FmstreamError, ValueError) as error:  # the memory, or what the pipeline says of the size
         print(f"error: {error}", file=sys.stderr)
         return 2
 
     args.out.mkdir(parents=True, exist_ok=True)
     video = save_video(results[-1].frames, args.fps, args.out)
-    save_report(results[-1], args.out)
+    save_report(results[-1], args.out, host_stage=args.host_stage)
     console.print(results[-1].report.render(width=console.width), markup=False)
     console.print(make_table(results))
     console.print(f"{video}, report.json, trace.json and timeline.png are in {args.out}")
@@ -129,6 +139,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--height", type=positive, help=f"pixels (default: {FULL[0]}, or {SMALL[0]} if random)")
     parser.add_argument("--width", type=positive, help=f"pixels (default: {FULL[1]}, or {SMALL[1]} if random)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: %(default)s)")
+    parser.add_argument(
+        "--host-stage", action="store_true", help="sharpen the frames on the host while others are decoded"
+    )
     parser.add_argument("--fps", type=positive, default=7, help="frames per second of the file (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/image_to_video"), help="folder (default: %(default)s)")
     return parser.parse_args()
@@ -175,17 +188,93 @@ def measure(
     label: str,
     policy: str,
     memory: str | None,
+    *,
+    host_stage: bool,
 ) -> Result:
-    """Call the pipeline twice, a few steps untimed and then in full, with its weights in ``memory``."""
+    """Call the pipeline twice, a few steps untimed and then in full, with its weights in ``memory``.
+
+    With a host stage, frames are decoded and sharpened one after the other, or, with ``overlap_async`` and limited
+    memory, at the same time.
+    """
+    window = 4 if host_stage and label == "overlap_async" else 1
     forget_files(Path(pipeline.config._name_or_path))
     with fmstream.stream(pipeline, policy=policy, memory=memory) as streamed:
         pipeline.set_progress_bar_config(desc=f"{label}, warm-up")
-        streamed(**request | {"num_inference_steps": WARM_UP_STEPS}, generator=torch.Generator().manual_seed(seed))
+        warm_up = request | {"num_inference_steps": WARM_UP_STEPS}
+        generate = make_sharpened if host_stage else make_plain
+        generate(streamed, pipeline, warm_up, seed, window)
         pipeline.set_progress_bar_config(desc=label)
         start = time.perf_counter()
-        output = streamed(**request, generator=torch.Generator().manual_seed(seed))
+        frames = generate(streamed, pipeline, request, seed, window)
         seconds = time.perf_counter() - start
-    return Result(label, output.frames[0], seconds, streamed.report, streamed.telemetry)
+    return Result(label, frames, seconds, streamed.report, streamed.telemetry)
+
+
+def make_plain(
+    streamed: fmstream.Stream, pipeline: StableVideoDiffusionPipeline, request: dict[str, Any], seed: int, window: int
+) -> np.ndarray:
+    """The frames as the pipeline gives them."""
+    return streamed(**request, generator=torch.Generator().manual_seed(seed)).frames[0]
+
+
+def make_sharpened(
+    streamed: fmstream.Stream, pipeline: StableVideoDiffusionPipeline, request: dict[str, Any], seed: int, window: int
+) -> np.ndarray:
+    """The frames, decoded some at a time and sharpened on the host with ``window`` of these chunks under way."""
+    request = request | {"output_type": "latent"}
+    latents = streamed(**request, generator=torch.Generator().manual_seed(seed)).frames
+    decode = fmstream.LatentLoop(
+        lambda chunk: pipeline.decode_latents(chunk, chunk.shape[1], chunk.shape[1]),
+        sharpen,
+        window,
+        telemetry=streamed.telemetry,
+    )
+    with torch.no_grad():
+        video = torch.cat(decode.run(latents.split(CHUNK_FRAMES, dim=1)), dim=2)
+    return pipeline.video_processor.postprocess_video(video, output_type="np")[0]
+
+
+def sharpen(chunk: torch.Tensor) -> torch.Tensor:
+    """Sharpen frames of shape (1, 3, frames, height, width), of one thread and without the interpreter's lock."""
+    frames = chunk[0].transpose(0, 1).contiguous().numpy()
+    sharp = np.stack([amplify_details(frame, LEVELS, EDGE, GAIN) for frame in frames], axis=1)
+    return torch.from_numpy(sharp).unsqueeze(0)
+
+
+@numba.njit(nogil=True)
+def amplify_details(frame: np.ndarray, levels: int, edge: float, gain: float) -> np.ndarray:
+    """Amplify what smoothing takes away at scales of 1, 2, 4, ... pixels; it stops at edges, so none gets a halo.
+
+    The wavelets are the edge-avoiding ones of Dammertz and others (2010), with 1 / (1 + x^2) in place of exp(-x^2).
+    """
+    taps = np.array([1, 4, 6, 4, 1], np.float32)
+    channels, height, width = frame.shape
+    sharp, fine = frame.copy(), frame.copy()
+    smooth = np.empty_like(frame)
+    mean = np.empty(channels, np.float32)
+    for level in range(levels):
+        apart = 1 << level
+        for y in range(height):
+            for x in range(width):
+                mean[:] = 0
+                weights = np.float32(0)
+                for v in range(5):
+                    row = min(max(y + (v - 2) * apart, 0), height - 1)
+                    for u in range(5):
+                        column = min(max(x + (u - 2) * apart, 0), width - 1)
+                        difference = np.float32(0)
+                        for channel in range(channels):
+                            difference += abs(fine[channel, row, column] - fine[channel, y, x])
+                        ratio = difference / np.float32(channels * edge)
+                        weight = taps[v] * taps[u] / (1 + ratio * ratio)
+                        weights += weight
+                        for channel in range(channels):
+                            mean[channel] += weight * fine[channel, row, column]
+                for channel in range(channels):
+                    smooth[channel, y, x] = mean[channel] / weights
+                    sharp[channel, y, x] += (gain - 1) * (fine[channel, y, x] - smooth[channel, y, x])
+        fine, smooth = smooth, fine
+    return sharp
 
 
 def forget_files(checkpoint: Path) -> None:
@@ -230,12 +319,25 @@ def save_video(frames: np.ndarray, fps: int, folder: Path) -> str:
     return "video.mp4"
 
 
-def save_report(result: Result, folder: Path) -> None:
-    """Write the report, the trace for chrome://tracing, and a drawing of two steps."""
-    steps = [record for record in result.telemetry.passes if record.root == result.denoiser.root]
+def save_report(result: Result, folder: Path, *, host_stage: bool) -> None:
+    """Write the report, the trace for chrome://tracing, and a drawing of two steps, or of the decoding with a stage."""
+    telemetry = result.telemetry
     result.report.save(folder / "report.json")
-    save_chrome_trace(result.telemetry.spans, folder / "trace.json")
-    save_timeline_png(result.telemetry.spans, steps, folder / "timeline.png")
+    save_chrome_trace(telemetry.spans, folder / "trace.json")
+    if host_stage:
+        save_timeline_png(telemetry.spans, telemetry.passes, folder / "timeline.png", seconds=find_decoding(telemetry))
+    else:
+        steps = [record for record in telemetry.passes if record.root == result.denoiser.root]
+        save_timeline_png(telemetry.spans, steps, folder / "timeline.png")
+
+
+def find_decoding(telemetry: Telemetry) -> tuple[float, float]:
+    """From the last step to the end of the last call of the stage, in seconds since the first record."""
+    first = min(record.start for record in [*telemetry.spans, *telemetry.passes])
+    stages = [span for span in telemetry.spans if span.lane.startswith("host")]
+    last = [span for span in stages if span.name == "item 0, round 0"][-1]
+    decoding = [record for record in telemetry.passes if record.end <= last.start][-1]
+    return decoding.start - first, stages[-1].end - first
 
 
 def make_table(results: list[Result]) -> Table:

@@ -13,14 +13,20 @@ from fmstream.errors import (
     ConfigError,
     FmstreamError,
     ForkedError,
+    IdsError,
     MemoryBudgetError,
+    StageError,
     StreamError,
 )
 
 if TYPE_CHECKING:
+    from fmstream.doors.latents import HostStage
     from fmstream.doors.load import load
     from fmstream.doors.run import Run, arun, run
+    from fmstream.doors.stage import Staged, stage
     from fmstream.doors.stream import Stream, smallest_memory, stream
+    from fmstream.payloads.kv.cache import PagedCache
+    from fmstream.payloads.latents import LatentLoop
     from fmstream.report import Report
 
 __all__ = [
@@ -30,9 +36,15 @@ __all__ = [
     "ConfigError",
     "FmstreamError",
     "ForkedError",
+    "HostStage",
+    "IdsError",
+    "LatentLoop",
     "MemoryBudgetError",
+    "PagedCache",
     "Report",
     "Run",
+    "StageError",
+    "Staged",
     "Stream",
     "StreamConfig",
     "StreamError",
@@ -41,17 +53,23 @@ __all__ = [
     "load",
     "run",
     "smallest_memory",
+    "stage",
     "stream",
 ]
 
 _HOMES = {
+    "HostStage": "fmstream.doors.latents",
+    "LatentLoop": "fmstream.payloads.latents",
+    "PagedCache": "fmstream.payloads.kv.cache",
     "Report": "fmstream.report",
     "Run": "fmstream.doors.run",
+    "Staged": "fmstream.doors.stage",
     "Stream": "fmstream.doors.stream",
     "arun": "fmstream.doors.run",
     "load": "fmstream.doors.load",
     "run": "fmstream.doors.run",
     "smallest_memory": "fmstream.doors.stream",
+    "stage": "fmstream.doors.stage",
     "stream": "fmstream.doors.stream",
 }
 

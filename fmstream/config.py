@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import operator
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
 from enum import Enum
@@ -18,8 +19,17 @@ from fmstream.errors import ConfigError
 
 MIN_STAGING_BYTES: Final = 8192
 MAX_WORKERS: Final = 64
+MAX_PAGE_TOKENS: Final = 65536
+MAX_PAGES: Final = 2**31 - 2
 MAX_BYTES: Final = 2**63 - 1
 """Sizes are kept in signed 64-bit integers."""
+
+FLASH_KEYS: Final = {
+    "prefetch_window": "prefetch_window",
+    "prefetch_strategy": "policy",
+    "cpu_offload_threshold_mb": "cpu_offload_threshold_mb",
+}
+"""What the keys of a ``flash_memory_config`` are called here."""
 
 _UNITS: Final = {
     "": 1,
@@ -100,7 +110,10 @@ class StreamConfig:
             memory that is free), or None (no limit).
         device: where to compute: "cpu", "cuda", "cuda:1", or another device with streams; None is the CUDA card where
             there is one.
-        prefetch_window: units staged ahead of the compute actor, at least 1; "auto" lets the planner choose.
+        prefetch_window: positions staged ahead of the compute actor, at least 1: units of weights, tokens of embedding
+            tables; as far as the memory allows.  "auto" lets the planner choose.
+        cpu_offload_threshold_mb: mebibytes (2^20 bytes) of the device's memory that are to stay free: where less is,
+            residents, staged rows and pages of keys and values are given back; 0 takes what there is.
         unit: target size of a unit, that is of one copy; "auto" lets the planner choose.
         staging: host memory through which files are read.
         num_workers: prefetch threads; while one copies out of its staging, the others keep the disk busy.
@@ -108,6 +121,10 @@ class StreamConfig:
             staging), or "auto" (70 % of the host's memory).
         spill_dir: folder for weights that have no file and should not stay in RAM; None keeps them in RAM.
         progress: whether to show the progress of a run on the terminal.
+        kv_cache_max_pages: fast memory for keys and values within ``generate``, in pages; None pages them only where
+            they would not fit.  For this and the next two see `PagedCache`.
+        page_tokens: tokens of such a page.
+        kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto".
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -119,10 +136,14 @@ class StreamConfig:
     prefetch_window: int | Literal["auto"] = "auto"
     unit: int | str = "auto"
     staging: int | str = "8MiB"
+    cpu_offload_threshold_mb: int = 0
     num_workers: int = 3
     pinned: int | str = "auto"
     spill_dir: str | os.PathLike[str] | None = None
     progress: bool = False
+    kv_cache_max_pages: int | None = None
+    page_tokens: int = 32
+    kv_host_memory: int | str = "auto"
 
     def __post_init__(self) -> None:
         _check_text("policy", self.policy, "name a policy, such as 'overlap_async'")
@@ -132,6 +153,11 @@ class StreamConfig:
         _check_window(self.prefetch_window)
         if self.unit != "auto":
             parse_size(self.unit, name="unit")
+        if not _is_int(self.cpu_offload_threshold_mb) or not 0 <= self.cpu_offload_threshold_mb <= MAX_BYTES >> 20:
+            raise ConfigError(
+                f"cpu_offload_threshold_mb={self.cpu_offload_threshold_mb!r} is no number of mebibytes to stay free: "
+                "give an int such as 1024, or 0 for none"
+            )
         if self.pinned not in ("auto", 0):
             parse_size(self.pinned, name="pinned")
         if not _is_int(self.num_workers) or not 1 <= self.num_workers <= MAX_WORKERS:
@@ -145,6 +171,7 @@ class StreamConfig:
             _check_text("spill_dir", self.spill_dir, "name a folder")
         if not isinstance(self.progress, bool):
             raise ConfigError(f"progress={self.progress!r} is neither True nor False")
+        check_kv_options(self.kv_cache_max_pages, self.page_tokens, self.cpu_offload_threshold_mb, self.kv_host_memory)
 
     @property
     def unit_bytes(self) -> int | None:
@@ -152,19 +179,41 @@ class StreamConfig:
         return None if self.unit == "auto" else parse_size(self.unit, name="unit")
 
     @property
+    def floor_bytes(self) -> int:
+        """Bytes of the device's memory that are to stay free."""
+        return self.cpu_offload_threshold_mb << 20
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of host memory through which files are read."""
         return parse_size(self.staging, name="staging")
 
     @classmethod
+    def from_flash_memory_config(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> StreamConfig:
+        """Return the configuration that a ``flash_memory_config`` describes.
+
+        Args:
+            config: the object itself, or the path of a config.json that has one of that name.
+
+        Raises:
+            ConfigError: a key is unknown or has a value that cannot be used, or the file has no such object.
+        """
+        return cls(**flash_options(config))
+
+    @classmethod
     def from_options(
-        cls, config: StreamConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+        cls,
+        config: StreamConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        beneath: Mapping[str, Any] | None = None,
+        /,
+        **overrides: Any,
     ) -> StreamConfig:
         """Return the configuration that ``config`` and, above it, the ``overrides`` describe.
 
         Args:
             config: a configuration, a mapping of options, or the path of a TOML file whose options stand at the top
                 or in a table [fmstream]; None takes the defaults.
+            beneath: options that ``config`` may leave out, where it is not a whole configuration.
             overrides: options; those that are `MISSING` are left out, None is a value.
 
         Raises:
@@ -188,7 +237,62 @@ class StreamConfig:
                 )
         _check_names(options, source)
         _check_names(overrides, "the options")
-        return cls(**options | {name: value for name, value in overrides.items() if value is not MISSING})
+        below = {} if isinstance(config, StreamConfig) else dict(beneath or {})
+        return cls(**below | options | {name: value for name, value in overrides.items() if value is not MISSING})
+
+
+def flash_options(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """Options, under their names here, of a ``flash_memory_config`` or of the config.json that has one.
+
+    Raises:
+        ConfigError: a key is unknown, or the file cannot be read or has no such object.
+    """
+    source = "flash_memory_config"
+    if not isinstance(config, Mapping):
+        source = f"{source} of {os.fspath(config)}"
+        document = _read_json(Path(config))
+        if "flash_memory_config" not in document:
+            raise ConfigError(f"{os.fspath(config)} has no object flash_memory_config: write one")
+        config = document["flash_memory_config"]
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{source}={config!r} is no object: write its keys within braces")
+    _check_names(config, source, FLASH_KEYS)
+    return {FLASH_KEYS[key]: value for key, value in config.items()}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read ({error.strerror}): give the path of a config.json") from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is no JSON file: {error}") from error
+    return document if isinstance(document, Mapping) else {}
+
+
+def check_kv_options(max_pages: object, page_tokens: object, threshold_mb: object, host_memory: int | str) -> None:
+    """Check the options of pages of keys and values.
+
+    Raises:
+        ConfigError: one has a value that cannot be used.
+    """
+    if max_pages is not None and not (_is_int(max_pages) and 1 <= max_pages <= MAX_PAGES):  # type: ignore[operator]
+        raise ConfigError(
+            f"kv_cache_max_pages={max_pages!r} is no number of pages from 1 to {MAX_PAGES}: one layer of all sequences "
+            "is the least; None takes what is needed"
+        )
+    if not _is_int(page_tokens) or not 1 <= page_tokens <= MAX_PAGE_TOKENS:  # type: ignore[operator]
+        raise ConfigError(f"page_tokens={page_tokens!r} is no int from 1 to {MAX_PAGE_TOKENS}: 32 is the default")
+    if not _is_int(threshold_mb) or threshold_mb < 0:  # type: ignore[operator]
+        raise ConfigError(f"cpu_offload_threshold_mb={threshold_mb!r} is no number of megabytes; 0 sets none")
+    host_bytes(host_memory)
+
+
+def host_bytes(value: int | str) -> int | None:
+    """Bytes that ``kv_host_memory=value`` allows, None where it is "auto"; 0 allows none."""
+    if value == "auto":
+        return None
+    return 0 if _is_int(value) and value == 0 else parse_size(value, name="kv_host_memory")
 
 
 def _is_int(value: object) -> bool:
@@ -208,11 +312,12 @@ def _check_window(value: object) -> None:
             'prefetch_window=0 stages nothing ahead: use policy="sync" for that, or a window of at least 1'
         )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f'prefetch_window={value!r} is no number of units: give an int of at least 1, or "auto"')
+        raise ConfigError(f'prefetch_window={value!r} is no number of positions: give an int of at least 1, or "auto"')
 
 
-def _check_names(options: Mapping[str, Any], source: str) -> None:
-    known = [field.name for field in fields(StreamConfig)]
+def _check_names(options: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
+    """Raise `ConfigError` for a name that is none of ``names``, by default those of all options."""
+    known = list(names) or [field.name for field in fields(StreamConfig)]
     for name in options:
         if name in known:
             continue

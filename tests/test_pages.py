@@ -216,3 +216,32 @@ class Twins(RuleBasedStateMachine):
 
 TestTwins = Twins.TestCase
 TestTwins.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_table_grows_and_keeps_what_it_knows() -> None:
+    table = PageTable(2, 3)
+    table.load(0, 2, 1)
+    table.ready(0, 2)
+    table.dirty[1], table.home[0] = True, 7
+    table.grow(5)
+    table.grow(4)
+    assert table.num_pages == 5
+    assert table.state.tolist() == [2, 2, 0, 0, 0]
+    assert table.home.tolist() == [7, -1, -1, -1, -1]
+    assert table.dirty.tolist() == [False, True, False, False, False]
+    table.load(2, 1, 0)
+    table.check()
+
+
+def test_frames_are_added_and_free_ones_taken_away() -> None:
+    table = PageTable(4, 3)
+    table.load(0, 2, 1)
+    with pytest.raises(PageError, match="resize to 2 frames: a page lies in one of those that would go"):
+        table.resize(2)
+    table.resize(6)
+    table.load(2, 2, 4)
+    table.check()
+    table.cancel(2, 2)
+    table.resize(3)
+    assert table.num_frames == 3
+    table.check()

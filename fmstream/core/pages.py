@@ -244,6 +244,28 @@ class PageTable:
         if code:
             self._refuse("unpin", start, count, code)
 
+    def grow(self, num_pages: int) -> None:
+        """Add absent pages behind those that are there."""
+        more = num_pages - self.num_pages
+        if more <= 0:
+            return
+        self.num_pages = num_pages
+        self.state = np.pad(self.state, (0, more))
+        self.frame = np.pad(self.frame, (0, more), constant_values=-1)
+        self.pins = np.pad(self.pins, (0, more))
+        self.dirty = np.pad(self.dirty, (0, more))
+        self.home = np.pad(self.home, (0, more), constant_values=-1)
+        self.next_use = np.pad(self.next_use, (0, more), constant_values=NEVER)
+        self.generation = np.pad(self.generation, (0, more))
+
+    def resize(self, num_frames: int) -> None:
+        """Have more frames, or fewer, where none of those that go is taken."""
+        if (self.owner[num_frames:] >= 0).any():
+            raise PageError(f"resize to {num_frames} frames: a page lies in one of those that would go")
+        more = max(0, num_frames - self.num_frames)
+        self.owner = np.pad(self.owner[:num_frames], (0, more), constant_values=-1)
+        self.num_frames = num_frames
+
     def find_free(self, count: int, low: int = 0, high: int | None = None) -> int:
         """First of ``count`` contiguous free frames, the lowest within ``[low, high)``, or -1."""
         high = self.num_frames if high is None else high

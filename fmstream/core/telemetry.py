@@ -16,8 +16,8 @@ MAX_SPANS = 200_000
 class Span:
     """A stretch of work on one lane of the timeline.
 
-    ``lane`` is "compute" (calls that use streamed weights), "wait" (the compute actor waits for weights) or
-    "copy N" (prefetch worker N). Times are ``time.perf_counter()`` seconds.
+    ``lane`` is "compute" (calls that use streamed weights), "wait" (the compute actor waits for weights), "host N"
+    (thread N of a stage on the host) or "copy N" (prefetch worker N). Times are ``time.perf_counter()`` seconds.
     """
 
     lane: str
@@ -66,9 +66,11 @@ class Telemetry:
     """Everything recorded since a handle was opened.  Appends are atomic under the GIL; there is no lock.
 
     Attributes:
-        weights_bytes: bytes of all parameters, each counted once.
+        weights_bytes: bytes of all parameters but tables, each counted once.
         memory_bytes: fast memory given for weights.
         kept_bytes: bytes of parameters left in place because they cannot be streamed (wrapper subclasses, sparse).
+        table_bytes: bytes of embedding tables that stay on the host, whose rows are brought as they are used.
+        num_lookups, row_bytes: how often rows were asked for, and the bytes that crossed the link for it.
         file_bytes, ram_bytes: bytes of streamed parameters whose master lies in a file, or in RAM.
         smallest_bytes: the smallest ``memory`` that works for these modules.
         link_seconds: busy time of the prefetch workers.
@@ -85,6 +87,9 @@ class Telemetry:
     weights_bytes: int = 0
     memory_bytes: int = 0
     kept_bytes: int = 0
+    table_bytes: int = 0
+    num_lookups: int = 0
+    row_bytes: int = 0
     file_bytes: int = 0
     ram_bytes: int = 0
     smallest_bytes: int = 0

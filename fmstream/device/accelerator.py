@@ -112,10 +112,13 @@ class Accelerator:
 
     # Order
 
-    def mark(self, stream: Stream | None = None, *, timed: bool = False) -> Mark:
-        """A point behind all that has been enqueued on a stream (the caller's present one)."""
+    def mark(self, stream: Stream | None = None, *, timed: bool = False, blocking: bool = False) -> Mark:
+        """A point behind all that has been enqueued on a stream (the caller's present one).
+
+        A thread of the host that waits for a ``blocking`` one sleeps; for another one it may keep its core busy.
+        """
         stream = self.module.current_stream(self.torch_device) if stream is None else stream
-        event = self.module.Event(enable_timing=timed)
+        event = self.module.Event(enable_timing=timed, **({"blocking": True} if blocking else {}))
         event.record(stream)
         return Mark(stream.stream_id, event)
 
@@ -142,6 +145,20 @@ class Accelerator:
     def settle(self) -> None:
         """Wait on the host for every copy."""
         self.copies.synchronize()
+
+    def hand_over(self) -> float:
+        """What a thread that hands work to another one gives along with it, for `take_over`.
+
+        On a device whose time is virtual every thread of the host has a clock of its own, and this is its time.
+        """
+        clock = getattr(self.module, "host_clock", None)
+        return 0.0 if clock is None else float(clock())
+
+    def take_over(self, moment: float) -> None:
+        """Go on from where another thread handed work over; nothing, where time is real."""
+        join = getattr(self.module, "join_host_clock", None)
+        if join is not None:
+            join(moment)
 
     # Cost
 

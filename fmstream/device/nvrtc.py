@@ -1,71 +1,39 @@
-"""Builds CUDA sources on the user's machine with NVRTC, through cuda-bindings; needs no card."""
+"""CUDA kernels of this package, compiled for a card when they are first used."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, Final
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
 
-OPTIONS: Final = ("--std=c++17",)
-
-
-class BuildError(RuntimeError):
-    """NVRTC is not there, does not know the architecture, or refused a source; says which, in its own words."""
+__all__ = ["compile_kernel"]
 
 
-class Compiler:
-    """NVRTC of this environment.
+def compile_kernel(source: str, architecture: str, macros: Mapping[str, int]) -> Any:
+    """Compile one of the sources in ``fmstream.cuda``; needs no card.
+
+    Args:
+        source: file name, such as "page_select.cu".
+        architecture: such as "sm_89".
+        macros: what the source is specialised for.
+
+    Returns:
+        A ``cuda.core.ObjectCode`` that holds a cubin for the architecture.
 
     Raises:
-        BuildError: cuda-bindings or NVRTC itself is not installed.
+        ImportError: the packages of the extra ``cuda`` are not installed.
+        cuda.core's CUDAError: the compiler refused; its message names the line.
     """
+    return _compile(source, architecture, tuple(sorted(macros.items())))
 
-    def __init__(self) -> None:
-        try:
-            self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-        except ImportError as error:
-            raise BuildError("cuda-bindings is not installed") from error
-        try:
-            major, minor = self._call("nvrtcVersion")
-        except (RuntimeError, OSError) as error:
-            raise BuildError(f"NVRTC is not found: {str(error).partition(chr(10))[0]}") from error
-        self.version = f"NVRTC {major}.{minor}"
 
-    def architectures(self) -> tuple[str, ...]:
-        """What it builds for, as "sm_89"."""
-        (numbers,) = self._call("nvrtcGetSupportedArchs")
-        return tuple(f"sm_{number}" for number in numbers)
+@lru_cache(maxsize=64)
+def _compile(source: str, architecture: str, macros: tuple[tuple[str, int], ...]) -> Any:
+    from cuda.core import Program, ProgramOptions
 
-    def build(self, source: str, name: str, architecture: str) -> bytes:
-        """Machine code of a source for one architecture, "sm_89".
-
-        Machine code, not PTX: a driver refuses the PTX of a compiler that is newer than itself.
-
-        Raises:
-            BuildError: the architecture is not known, or the source does not compile.
-        """
-        if architecture not in self.architectures():
-            raise BuildError(f"{self.version} does not know {architecture}, only {' '.join(self.architectures())}")
-        (program,) = self._call("nvrtcCreateProgram", source.encode(), name.encode(), 0, [], [])
-        try:
-            options = [f"--gpu-architecture={architecture}", *OPTIONS]
-            (status,) = self._nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-            if int(status):
-                raise BuildError(f"{name} for {architecture}: {self._log(program)}")
-            (size,) = self._call("nvrtcGetCUBINSize", program)
-            code = bytearray(size)
-            self._call("nvrtcGetCUBIN", program, code)
-        finally:
-            self._nvrtc.nvrtcDestroyProgram(program)
-        return bytes(code)
-
-    def _log(self, program: Any) -> str:
-        (size,) = self._call("nvrtcGetProgramLogSize", program)
-        text = bytearray(size)
-        self._call("nvrtcGetProgramLog", program, text)
-        return text.decode(errors="replace").strip("\0\n ")
-
-    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        status, *values = getattr(self._nvrtc, name)(*arguments)
-        if int(status):
-            raise BuildError(f"{name}: {status.name}")
-        return tuple(values)
+    text = files("fmstream.cuda").joinpath(source).read_text(encoding="utf-8")
+    options = ProgramOptions(
+        name=source, std="c++17", arch=architecture, define_macro=[(name, str(value)) for name, value in macros]
+    )
+    return Program(text, "c++", options).compile("cubin")

@@ -30,7 +30,9 @@ PACKAGES: Final = (
     "gguf",
     "triton",
     "nvidia-ml-py",
+    "cuda-core",
     "cuda-bindings",
+    "nvidia-cuda-nvrtc",
 )
 SETTINGS: Final = (
     "CUDA_VISIBLE_DEVICES",

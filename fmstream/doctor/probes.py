@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import Build, LinkRates, MemoryCheck, Pinned, RoundTrip
 from fmstream.doctor.reading import Unread
+from fmstream.report.report import installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,8 @@ FEATURES: Final = 256
 CALLS: Final = 3
 """The first call is recorded, later ones follow a plan."""
 
-SMALL_KERNEL: Final = 'extern "C" __global__ void add_one(int *values) { values[threadIdx.x] += 1; }\n'
+HEAD_DIM, GROUP = 128, 4
+"""Of attention, where a kernel is built for one shape of it."""
 
 
 class MachineProbes:
@@ -83,23 +84,21 @@ class MachineProbes:
             return Unread(_first_line(error))
 
     def build(self, architecture: str) -> Build | Unread:
-        """Build every kernel of this package, or a small one where it has none."""
-        from fmstream.device.nvrtc import BuildError, Compiler
+        """Build the kernels of this package, each for one usual shape."""
+        import torch
 
+        from fmstream.device.nvrtc import compile_kernel
+        from fmstream.device.page_kernel import SOURCE, compiled_macros
+
+        macros = compiled_macros(torch.bfloat16, HEAD_DIM, GROUP)
+        assert macros is not None
         try:
-            compiler = Compiler()
-            sources = kernel_sources() or {"a small kernel": SMALL_KERNEL}
-            for name, text in sources.items():
-                compiler.build(text, name, architecture)
-        except BuildError as error:
+            compile_kernel(SOURCE, architecture, macros)
+        except ImportError:
+            return Unread("the packages of the extra cuda are not installed")
+        except Exception as error:  # of the compiler's own classes, which are there only if it is
             return Unread(_first_line(error))
-        return Build(tuple(sources), compiler.version)
-
-
-def kernel_sources() -> dict[str, str]:
-    """The CUDA sources of this package by file name."""
-    found = sorted(files("fmstream.cuda").iterdir(), key=lambda entry: entry.name)
-    return {entry.name: entry.read_text(encoding="utf-8") for entry in found if entry.name.endswith(".cu")}
+        return Build((SOURCE,), f"NVRTC {installed_version('nvidia-cuda-nvrtc')}")
 
 
 def _device_name(gpu: Gpu) -> str:

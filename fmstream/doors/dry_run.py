@@ -12,17 +12,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmstream import emulator
+from fmstream.actors.gathers import Gathers, Ids
 from fmstream.config import StreamConfig
 from fmstream.core.plan import Costs, Limits, Plan
 from fmstream.core.trace import Trace
 from fmstream.doors.subjects import Subject
 from fmstream.emulator.cards import Card
 from fmstream.errors import ConfigError
+from fmstream.payloads.embeddings import host_ids
 from fmstream.payloads.session import Session
 from fmstream.report.plan_page import CardFacts
 
@@ -143,6 +146,8 @@ class DryRun:
     def _session(self, module: nn.Module, memory: int | str, policy: str) -> Iterator[Session]:
         config = StreamConfig(policy=policy, memory=memory, device="emu", pinned=AMPLE_BYTES)
         session = Session({"": module}, config)
+        session.tables.gather_with(Gathers(inline_bytes=AMPLE_BYTES))  # of this thread alone tensors are dry
+        session.tables.read_ids = _ids_or_zeros
         try:
             yield session
         finally:
@@ -157,6 +162,14 @@ class DryRun:
         module(*args, **kwargs)
         device.synchronize()
         return machine.now - began
+
+
+def _ids_or_zeros(ids: torch.Tensor) -> Ids:
+    """Ids, where they are known; which rows are used makes no difference but for duplicates."""
+    try:
+        return host_ids(ids)
+    except emulator.DryValueError:
+        return np.zeros(ids.numel(), np.int64)
 
 
 @contextmanager

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fmstream.config import MISSING, Missing, StreamConfig
+from fmstream.device.modes import Modes
+from fmstream.doors.flash import options_of
+from fmstream.doors.latents import HostStage, LatentHook, hook_latents
 from fmstream.doors.stream import Stream
 from fmstream.doors.targets import find_call, find_roots, refuse_shared_names
 from fmstream.errors import ConfigError
@@ -35,9 +37,12 @@ class _Job:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     open: Callable[[], Stream]
+    hook: LatentHook | None = None
 
     def carry_out(self, opened: Callable[[Stream], None] = lambda _: None) -> Run:
-        with self.open() as handle:
+        with self.open() as handle, ExitStack() as stack:
+            if self.hook is not None:
+                stack.enter_context(self.hook.opened(handle.telemetry))
             opened(handle)
             output = self.call(*self.args, **self.kwargs)
         return Run(output, handle.report)
@@ -51,18 +56,21 @@ def _prepare(
     modules: Any,
     config: Any,
     call_kwargs: Mapping[str, Any] | None,
+    host_stage: Any,
+    preview: Any,
     kwargs: Mapping[str, Any],
 ) -> _Job:
     call = find_call(pipeline, method)
-    own = {"method": method, "modules": modules, "config": config}
+    own = {"method": method, "modules": modules, "config": config, "host_stage": host_stage, "preview": preview}
     given = [name for name, value in options.items() if value is not MISSING]
     refuse_shared_names(call, [*given, *(name for name, value in own.items() if value is not None)], kwargs)
     twice = sorted(set(kwargs) & set(call_kwargs or {}))
     if twice:
         raise ConfigError(f"{twice[0]}= is given as a keyword and in call_kwargs: give it once")
     roots = find_roots(pipeline, modules)
-    chosen = StreamConfig.from_options(config, **options)
-    return _Job(call, args, {**kwargs, **(call_kwargs or {})}, lambda: Stream(pipeline, roots, chosen))
+    chosen = StreamConfig.from_options(config, options_of(pipeline, roots), **options)
+    arguments, hook = hook_latents(call, {**kwargs, **(call_kwargs or {})}, host_stage, preview)
+    return _Job(call, args, arguments, lambda: Stream(pipeline, roots, chosen), hook)
 
 
 def run(
@@ -76,6 +84,8 @@ def run(
     config: Any = None,
     progress: bool | Missing = MISSING,
     call_kwargs: Mapping[str, Any] | None = None,
+    host_stage: HostStage | Callable[..., Any] | None = None,
+    preview: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Run:
     """Call a pipeline with its weights streaming; the result is the unstreamed call's, bit for bit.
@@ -88,14 +98,22 @@ def run(
         modules: the modules to stream, where they cannot be found in ``pipeline``.
         config: a `StreamConfig`, a mapping of its options, or the path of a TOML file.
         call_kwargs: arguments of the pipeline whose names are options of fmstream too.
+        host_stage: a function, or `HostStage`, through which the latents go on the host after each step, frame by frame
+            where they have frames (diffusers, through ``callback_on_step_end``; a callback of the user's own comes
+            first).  The next step needs them all, so what overlaps is frame with frame, a frame's copies with the
+            stage of another one, and the next step's first weights with all of that.
+        preview: a folder for a small picture of the latents after each step (the same pipelines).  The run does not
+            wait for pictures: steps that end while one is being written have none.
 
     Raises:
         ConfigError: an option or a parameter cannot be used.
         MemoryBudgetError: ``memory`` is less than the least that works; the message names it.
         StreamError: a read failed; the modules are as before.
+        StageError: ``host_stage`` failed; the message names the frame.
     """
     options = {"policy": policy, "memory": memory, "device": device, "progress": progress}
-    return _prepare(pipeline, args, options, method, modules, config, call_kwargs, kwargs).carry_out()
+    job = _prepare(pipeline, args, options, method, modules, config, call_kwargs, host_stage, preview, kwargs)
+    return job.carry_out()
 
 
 async def arun(
@@ -109,6 +127,8 @@ async def arun(
     config: Any = None,
     progress: bool | Missing = MISSING,
     call_kwargs: Mapping[str, Any] | None = None,
+    host_stage: HostStage | Callable[..., Any] | None = None,
+    preview: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Run:
     """`run` for asyncio: the call is made in a thread, under the modes of the caller.
@@ -117,7 +137,7 @@ async def arun(
     ``asyncio.CancelledError``.
     """
     options = {"policy": policy, "memory": memory, "device": device, "progress": progress}
-    job = _prepare(pipeline, args, options, method, modules, config, call_kwargs, kwargs)
+    job = _prepare(pipeline, args, options, method, modules, config, call_kwargs, host_stage, preview, kwargs)
     return await _in_thread(job)
 
 
@@ -126,7 +146,7 @@ async def _in_thread(job: _Job) -> Run:
     done: asyncio.Future[Run] = loop.create_future()
     handles: list[Stream] = []
     cancelled = threading.Event()
-    context, modes = contextvars.copy_context(), _Modes()
+    context, modes = contextvars.copy_context(), Modes()
 
     def opened(handle: Stream) -> None:
         handles.append(handle)
@@ -150,6 +170,8 @@ async def _in_thread(job: _Job) -> Run:
         cancelled.set()
         for handle in handles:
             handle.cancel()
+        if job.hook is not None:
+            job.hook.cancel()
         await asyncio.wait([done])
         if done.exception() is None:
             done.result()
@@ -172,28 +194,3 @@ def _deliver(
 
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle)
-
-
-class _Modes:
-    """The caller's thread-local torch modes, to be entered in another thread."""
-
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        ]
-        self._cache = torch.is_autocast_cache_enabled()
-        self._default_device = torch.get_default_device()
-
-    def entered(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(self._inference))
-        stack.enter_context(torch.set_grad_enabled(self._grad))
-        for kind, dtype, enabled in self._autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
-        if self._default_device.type != "cpu":
-            stack.enter_context(self._default_device)
-        return stack

@@ -11,9 +11,11 @@ from torch import nn
 
 from fmstream.config import MISSING, Missing, StreamConfig
 from fmstream.core.telemetry import Telemetry
+from fmstream.doors.flash import options_of
 from fmstream.doors.targets import find_call, find_roots
 from fmstream.errors import ClosedError, ConfigError
 from fmstream.payloads import budget
+from fmstream.payloads.embeddings import find_tables, least_row_bytes, release
 from fmstream.payloads.session import Session
 from fmstream.payloads.sites import survey
 from fmstream.report import Report, describe_environment
@@ -169,7 +171,8 @@ def stream(
             callable that uses the modules named by ``modules``.
         policy, memory, device, progress: see `StreamConfig`.
         modules: the modules to stream, where they cannot be found in ``pipeline``.
-        config: a `StreamConfig`, a mapping of its options, or the path of a TOML file; the keywords stand above it.
+        config: a `StreamConfig`, a mapping of its options, or the path of a TOML file; the keywords stand above it, and
+            it stands above a ``flash_memory_config`` that the model comes with.
         **options: any other option of `StreamConfig`.
 
     Raises:
@@ -177,7 +180,8 @@ def stream(
         MemoryBudgetError: ``memory`` is less than the least that works; the message names it.
     """
     overrides = {"policy": policy, "memory": memory, "device": device, "progress": progress, **options}
-    return Stream(pipeline, find_roots(pipeline, modules), StreamConfig.from_options(config, **overrides))
+    roots = find_roots(pipeline, modules)
+    return Stream(pipeline, roots, StreamConfig.from_options(config, options_of(pipeline, roots), **overrides))
 
 
 class _Nobody:
@@ -192,7 +196,10 @@ def smallest_memory(pipeline: Any, modules: Any = None) -> int:
     roots = find_roots(pipeline, modules)
     cpu = next(iter(roots.values()))
     found = survey(roots, _device_of(cpu), _Nobody(), set())
-    smallest = budget.measure(found, roots).smallest_bytes
+    tables = find_tables(found.sites, found.masters, set())
+    unbound = release(found.sites, found.masters, tables)
+    row_bytes = least_row_bytes([found.masters[index] for index in tables])
+    smallest = budget.measure(found, roots, unbound, row_bytes).smallest_bytes
     for master in found.masters:
         master.retire()
     return smallest

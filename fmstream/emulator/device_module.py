@@ -102,6 +102,16 @@ def synchronize(device: object = None) -> None:
     current.machine.synchronize()
 
 
+def host_clock() -> float:
+    """This thread's virtual time in seconds, for the thread to which it hands work."""
+    return current.machine.now
+
+
+def join_host_clock(seconds: float) -> None:
+    """Let this thread's virtual time be at least that of one from which it takes work over."""
+    current.machine.join_clock(seconds)
+
+
 def empty_cache() -> None:
     """Give unused segments back."""
     current.machine.allocator.empty_cache()

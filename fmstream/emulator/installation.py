@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.utils import backend_registration
 
-from fmstream.emulator import autocast, cards, kernels, patches
+from fmstream.emulator import autocast, cards, kernels, patches, traced
 from fmstream.emulator.backlog import Execution
 from fmstream.emulator.cards import Card
 from fmstream.emulator.checker import Check
@@ -25,6 +25,8 @@ NEEDED: Final[tuple[tuple[Any, str], ...]] = (
     (torch._C, "_acc"),
     (torch._C, "DispatchKeySet"),
     (torch._C, "DisableTorchFunction"),
+    (torch._C, "_len_torch_dispatch_stack"),
+    (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
     (torch._ops.OpOverload, "redispatch"),
     (torch.library.Library, "fallback"),
     (torch.library.Library, "_destroy"),
@@ -39,10 +41,13 @@ class Installation:
     def __init__(self) -> None:
         self.patches = patches.Patches()
         library: Any = torch.library.Library
-        self.libraries = [library("aten", "IMPL"), library("_", "IMPL")]
-        kernels.register(*self.libraries)
-        autocast.register(*self.libraries)
+        aten, every = library("aten", "IMPL"), library("_", "IMPL")
+        own = library(traced.NAMESPACE, "FRAGMENT")
+        self.libraries = [aten, every, own]
+        kernels.register(aten, every, own)
+        autocast.register(aten, every)
         patches.apply(self.patches)
+        traced.keep_compiler_out()
 
     def remove(self) -> None:
         """Leave PyTorch as it was."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from fmstream.emulator import copies, fused
+from fmstream.emulator import copies, fused, traced
 from fmstream.emulator.current import current
 from fmstream.emulator.generators import seeded
 from fmstream.emulator.operators import enqueue, resize, run_operator
@@ -39,7 +39,7 @@ def overload(name: str) -> torch._ops.OpOverload:
     return found
 
 
-def register(aten_library: Any, every: Any) -> None:
+def register(aten_library: Any, every: Any, own_library: Any) -> None:
     """Give the device its kernels."""
     every.fallback(run_operator, KEY)
     for name in FAST.split():
@@ -51,6 +51,7 @@ def register(aten_library: Any, every: Any) -> None:
     aten_library.impl("is_pinned", is_pinned, "CPU")
     aten_library.impl("_pin_memory", pin, "CPU")
     aten_library.impl("scaled_dot_product_attention", attend_with_graph, "AutogradPrivateUse1")
+    traced.register(own_library, attend, attention_shape)
 
 
 def empty(
@@ -176,6 +177,12 @@ def attend(
     return _launch("aten::scaled_dot_product_attention", kernel, reads, result, 0, flops // 2 if is_causal else flops)
 
 
+def attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """What `attend` gives, without its values."""
+    size = (*query.shape[:-1], value.shape[-1])
+    return torch.empty_strided(size, _attention_stride(query, size), dtype=query.dtype, device=query.device)
+
+
 def multiply_grouped(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -246,6 +253,8 @@ def attend_with_graph(
             query, key, value, attn_mask, *args, **kw
         )[0]
         return math_result
+    if traced.is_traced(query):
+        return traced.attend(query, key, value, attn_mask, *args, **kw)
     return attend(query, key, value, attn_mask, *args, **kw)
 
 

@@ -172,8 +172,8 @@ class Machine:
         with self._lock:
             self._num_asked += 1
             number = 1 + (self._num_asked - 1) % MAX_STREAMS
-            if number == len(self.streams):
-                self.streams.append(Stream(number))
+            while len(self.streams) <= number:  # one more, unless an interrupt came between the two lines above
+                self.streams.append(Stream(len(self.streams)))
             return number
 
     def submit(

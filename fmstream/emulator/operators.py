@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,6 +24,10 @@ from fmstream.emulator.tensors import (
 
 aten = torch.ops.aten
 Run = Callable[[], Any]
+
+
+PICKING: Final = frozenset({"aten::embedding", "aten::index_select", "aten::gather", "aten::index"})
+"""Operators that read no more of their first argument than they write."""
 
 
 class Call:
@@ -125,7 +129,7 @@ def run_operator(op: Operator, *args: Any, **kwargs: Any) -> Any:
     if schema.tensors:
         args = with_tensors(schema, args)
     call = Call(op, schema, args, kwargs)
-    if call.writes:
+    if call.writes and not schema.makes:
         return _run_in_place(call, args, kwargs)
     expected = forecast(op, schema, args, kwargs)
     if expected is None:
@@ -133,7 +137,7 @@ def run_operator(op: Operator, *args: Any, **kwargs: Any) -> Any:
     tree = [_allocate(given) for given in expected.given]
     places = _flat(tree)
     outputs = [place for place in places if place is not None]
-    _submit(call, outputs, expected.flops, lambda run: _fill(run, list(map(_alias, places))))
+    _submit(call, [*outputs, *call.writes], expected.flops, lambda run: _fill(run, list(map(_alias, places))))
     return tuple(tree) if expected.is_tuple else tree[0]
 
 
@@ -203,7 +207,11 @@ def enqueue(
     """Put a kernel on this thread's current stream."""
     machine = current.machine
     read_spans, write_spans = [span_of(t) for t in reads], [span_of(t) for t in writes]
-    num_bytes = sum(map(num_bytes_touched, reads, read_spans)) + sum(map(num_bytes_touched, writes, write_spans))
+    read_bytes = list(map(num_bytes_touched, reads, read_spans))
+    written_bytes = sum(map(num_bytes_touched, writes, write_spans))
+    if read_bytes and name.partition(".")[0] in PICKING:
+        read_bytes[0] = min(read_bytes[0], written_bytes)
+    num_bytes = sum(read_bytes) + written_bytes
     machine.submit(
         machine.current_stream,
         name,
@@ -285,7 +293,7 @@ def _run_at_once(call: Call) -> Any:
     outputs = [value for value in made if is_device(value)]
     fill = _fill(lambda: results, [current.memory.alias(output) for output in outputs])
     kept = fill if current.knowledge is None else current.knowledge.keep(outputs, fill)
-    enqueue(call.schema.name, kept, call.reads, outputs, blocking=True)
+    enqueue(call.schema.name, kept, call.reads, [*outputs, *call.writes], blocking=True)
     return tuple(made) if is_tuple else made[0]
 
 

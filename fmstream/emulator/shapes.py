@@ -34,6 +34,7 @@ class Schema:
         writes: of each positional argument, whether it is written.
         writes_by_name: the same by name.
         written: indices of the written arguments.
+        makes: whether it gives tensors beside those that it writes.
         is_view: whether it gives another view of its argument and touches no data.
         is_random: whether it draws random numbers; ``takes_generator`` whether from an argument.
         overwrites: whether what it writes does not depend on what was there.
@@ -49,6 +50,7 @@ class Schema:
     writes_by_name: Mapping[str, bool]
     written: tuple[int, ...]
     num_returns: int
+    makes: bool
     is_view: bool
     is_random: bool
     takes_generator: bool
@@ -74,6 +76,7 @@ def schema_of(op: Operator) -> Schema:
         writes_by_name=dict(zip(names, writes, strict=True)),
         written=tuple(i for i, write in enumerate(writes) if write),
         num_returns=len(returns),
+        makes=any(r.alias_info is None for r in returns),
         is_view=any(r.alias_info and not r.alias_info.is_write for r in returns),
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         takes_generator="generator" in names,

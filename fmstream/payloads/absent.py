@@ -215,6 +215,15 @@ def _written_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Abs
     return written
 
 
+def _embedding(ids: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    """Rows of a table; where it is not streamed as a whole, only these are brought."""
+    if isinstance(weight, Absent) and not isinstance(ids, Absent) and weight.master.look_up is not None:
+        found = weight.master.look_up(weight.master, ids)
+        if found is not None:
+            return found
+    return _read(torch.nn.functional.embedding, (ids, weight, *rest), named, dressed=True)
+
+
 def _set_data(absent: Absent, value: torch.Tensor) -> None:
     absent.master.replace(value)
 
@@ -305,6 +314,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     ),
     torch.Tensor.detach: lambda absent: absent.master.loose,
     torch.Tensor.share_memory_: _share_memory,
+    torch.nn.functional.embedding: _embedding,
 }
 _DETACHES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 _INPLACE_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
-
 from fmstream.actors.compute import Executor
 from fmstream.actors.prefetch import PrefetchActor
 from fmstream.actors.tape import Timeline
@@ -25,9 +21,9 @@ from fmstream.payloads.weights import Weights
 class Annex:
     """Pinned masters, the place of what is not streamed, the device's timeline, and the room for activations."""
 
-    def __init__(self, device: Accelerator, telemetry: Telemetry) -> None:
+    def __init__(self, device: Accelerator, telemetry: Telemetry, floor_bytes: int) -> None:
         self.device = device
-        self.room = Room(device)
+        self.room = Room(device, floor_bytes)
         self._telemetry = telemetry
         self._timeline = Timeline(device.mark(timed=True), telemetry.started)
         self._placement = Placement(device.torch_device)
@@ -51,7 +47,8 @@ class Annex:
     def pin(self, weights: Weights, config: StreamConfig) -> None:
         """Bring masters to pinned memory, as far as the options and the system allow."""
         limit = budget.pinned_bytes(config)
-        movable = [master for master in weights.masters if not weights.is_exposed(master)]
+        bound = [master for master in weights.masters if master.index not in weights.unbound]
+        movable = [master for master in bound if not weights.is_watched(master)]
         in_ram = [master for master in movable if not isinstance(master.home, FileHome)]
         refused = self._pinned.take(in_ram, limit - self.pinned_bytes)
         if refused == 0 and config.spill_dir is None:
@@ -64,9 +61,10 @@ class Annex:
                 "which is slower and changes no result (raise the limit of locked memory, or close what else pins it)"
             )
 
-    def place(self, roots: Iterable[nn.Module], streamed: set[int]) -> None:
-        """Bring what is not streamed to the device; ``streamed`` are the ``id`` of the other parameters."""
-        moved = self._placement.place([module for root in roots for module in root.modules()], streamed)
+    def place(self, weights: Weights) -> None:
+        """Bring what is not streamed to the device."""
+        streamed = {id(master.original) for master in weights.masters} | {id(shell.wrapper) for shell in weights.shells}
+        moved = self._placement.place([m for root in weights.roots.values() for m in root.modules()], streamed)
         if moved:
             self._telemetry.notes.append(f"{moved} bytes of buffers and parameters are on the device beside the memory")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,8 @@ class Totals:
         weights_bytes: all parameters, each once, as the user counts them.
         kept_bytes: those that stay in place.
         slab_bytes: what the streamable ones take in fast memory, alignment included.
-        smallest_bytes: the least memory that works, and ``largest`` the module that needs it.
+        smallest_bytes: the least memory that works, and ``largest`` the module that needs it.  On an accelerator it
+            holds rows of embedding tables as well.
     """
 
     weights_bytes: int
@@ -47,13 +48,23 @@ class Totals:
         return memory >= min(self.weights_bytes, self.slab_bytes + self.kept_bytes)
 
 
-def measure(found: Survey, roots: Mapping[str, nn.Module]) -> Totals:
-    """Add up what was found."""
+def measure(
+    found: Survey, roots: Mapping[str, nn.Module], unbound: Set[int] = frozenset(), row_bytes: int = 0
+) -> Totals:
+    """Add up what was found.
+
+    Args:
+        found: what to add up.
+        roots: outermost modules by name.
+        unbound: ids of tables that stay on the host, which do not count.
+        row_bytes: fast memory that their rows need, at least.
+    """
     kept = sum(num_bytes for _, num_bytes, _ in found.kept)
-    raw = sum(m.original.numel() * m.original.element_size() for m in found.masters)
-    slab = sum(m.num_bytes for m in found.masters)
+    masters = [m for m in found.masters if m.index not in unbound]
+    raw = sum(m.original.numel() * m.original.element_size() for m in masters)
+    slab = sum(m.num_bytes for m in masters)
     need, largest = _deepest(found, roots)
-    return Totals(raw + kept, kept, slab, need + kept, largest)
+    return Totals(raw + kept, kept, slab, need + kept + row_bytes, largest)
 
 
 def _deepest(found: Survey, roots: Mapping[str, nn.Module]) -> tuple[int, str]:
@@ -77,23 +88,26 @@ def _deepest(found: Survey, roots: Mapping[str, nn.Module]) -> tuple[int, str]:
     return num_pages(num_bytes, page) * page + 4 * MIN_PAGE_BYTES, name
 
 
-def resolve(
-    config: StreamConfig, totals: Totals, accelerator: Accelerator | None = None, *, begun: bool = False
-) -> int:
-    """Bytes of fast memory that the options allow; once a run has ``begun`` it is never refused, but given the least.
+def allowed(config: StreamConfig, totals: Totals, accelerator: Accelerator | None = None) -> int:
+    """Bytes of fast memory that the options allow, be they enough or not.
 
     On an accelerator "auto" is all that is free now: what a pass can make use of is found once one was seen.
+    """
+    asked = resolve_bytes(config.memory, totals.weights_bytes)
+    if asked is not None:
+        return asked
+    if accelerator is None:
+        return automatic(totals, config.floor_bytes)
+    free = accelerator.available_bytes() - config.floor_bytes
+    return max(totals.smallest_bytes, min(totals.slab_bytes, free))
+
+
+def resolve(config: StreamConfig, totals: Totals, memory: int, *, begun: bool = False) -> int:
+    """The ``memory`` that is allowed, if it is enough.  Once a run has ``begun`` it is given the least instead.
 
     Raises:
         MemoryBudgetError: less than the least that works.
     """
-    asked = resolve_bytes(config.memory, totals.weights_bytes)
-    if asked is not None:
-        memory = asked
-    elif accelerator is None:
-        memory = automatic(totals)
-    else:
-        memory = max(totals.smallest_bytes, min(totals.slab_bytes, accelerator.available_bytes()))
     if begun:
         return max(memory, min(totals.smallest_bytes, totals.weights_bytes))
     if memory < totals.smallest_bytes and not totals.fits(memory):
@@ -105,9 +119,10 @@ def resolve(
     return memory
 
 
-def automatic(totals: Totals) -> int:
-    """Half of the host memory that is free, at least the smallest that works."""
-    share = int(available_bytes() * AUTO_SHARE)
+def automatic(totals: Totals, floor: int = 0) -> int:
+    """Half of the host memory that is free, less where ``floor`` bytes would not stay free; the smallest that works."""
+    available = available_bytes()
+    share = min(int(available * AUTO_SHARE), available - floor)
     return min(totals.weights_bytes, max(share, totals.smallest_bytes))
 
 
@@ -156,6 +171,7 @@ def _control_groups() -> Iterator[Path]:
 
 
 def all_resident(policy: str, weights: Weights) -> Plan:
-    """One plan for all roots: everything is in fast memory."""
+    """One plan for all roots: everything is in fast memory but tables of which rows are taken."""
     nothing = Prediction(0.0, 0.0, 0.0, 0.0, "resident")
-    return Plan(policy, frozenset(m.index for m in weights.masters), (), 0, None, False, nothing)
+    resident = frozenset(m.index for m in weights.masters if m.index not in weights.unbound)
+    return Plan(policy, resident, (), 0, None, False, nothing)

@@ -22,6 +22,7 @@ from fmstream.payloads import views
 from fmstream.payloads.absent import Absent
 from fmstream.payloads.bound import Bind, Bound, InGraph
 from fmstream.payloads.master import Master
+from fmstream.payloads.placement import OnDevice
 
 if TYPE_CHECKING:
     from fmstream.payloads.sites import Site
@@ -88,14 +89,14 @@ def _is_compiled(function: Any) -> bool:
 def calls(site: Site, plain: Call, masters: Sequence[Master]) -> tuple[Call, Call]:
     """What a streamed module calls where all its weights are there, and where they come and go."""
     if site.is_unit:
-        shown = PlainlyShown(plain, masters, site.params)
+        shown = PlainlyShown(plain, masters, site.params, site.module)
         return shown, shown
     if not site.is_whole:
         return plain, plain
     followed = _without_compiler(site.module)
     if _is_wrapper(site.module):
         return followed, followed  # what it wraps has a seam, of which no graph can be made
-    return PlainlyShown(plain, masters, site.members), followed
+    return PlainlyShown(plain, masters, site.members, site.module), followed
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -135,20 +136,24 @@ def _without_compiler(module: nn.Module) -> Call:
 class PlainlyShown:
     """Calls a compiled module with plain tensors in place of those that it shows otherwise.
 
-    The compiler's runtime takes parameters of exactly the type ``nn.Parameter``.  Tensors are made anew for each call:
-    kept ones would look like somebody who holds the fast memory.
+    The compiler's runtime takes parameters of exactly the type ``nn.Parameter``, and buffers of that of tensors.
+    Tensors are made anew for each call: kept ones would look like somebody who holds the fast memory.
     """
 
-    __slots__ = ("_call", "_masters", "_params")
+    __slots__ = ("_buffers", "_call", "_masters", "_params")
 
-    def __init__(self, call: Call, masters: Sequence[Master], params: Sequence[int]) -> None:
+    def __init__(self, call: Call, masters: Sequence[Master], params: Sequence[int], module: nn.Module) -> None:
         self._call = call
         self._masters = masters
         self._params = params
+        self._buffers = [each._buffers for each in module.modules() if each._buffers]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         swapped: list[_Swap] = []
+        buffers: list[_BufferSwap] = []
         try:
+            for holder in self._buffers:
+                _show_plain_buffers(holder, buffers)
             for param in self._params:
                 master = self._masters[param]
                 shown = master.bound
@@ -160,11 +165,15 @@ class PlainlyShown:
         finally:
             try:
                 _put_back(swapped)
+                _put_buffers_back(buffers)
             except KeyboardInterrupt:  # no plain tensor may be left behind, for nobody would know it for one of ours
                 _put_back(swapped)
+                _put_buffers_back(buffers)
                 raise
 
 
+_BufferSwap = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""Where a buffer is, what was shown, and what is shown instead."""
 _Swap = tuple[Master, torch.Tensor, torch.Tensor, int]
 """What was shown, what is shown instead, and the version that it had at first."""
 
@@ -181,6 +190,21 @@ def _plain(master: Master, shown: torch.Tensor) -> torch.Tensor:
         return alias.set_(shown.untyped_storage(), shown.storage_offset(), shown.size(), shown.stride())
 
     return Bind.apply(shown, make)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _show_plain_buffers(holder: dict[str, Any], swapped: list[_BufferSwap]) -> None:
+    for key, shown in holder.items():
+        if type(shown) is OnDevice:
+            swapped.append((holder, key, shown, torch.Tensor._make_subclass(torch.Tensor, shown)))
+            holder[key] = swapped[-1][-1]
+
+
+def _put_buffers_back(swapped: list[_BufferSwap]) -> None:
+    while swapped:
+        holder, key, shown, plain = swapped[-1]
+        if holder.get(key) is plain:
+            holder[key] = shown
+        swapped.pop()
 
 
 def _put_back(swapped: list[_Swap]) -> None:

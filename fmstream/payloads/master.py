@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from fmstream.payloads.absent import Absent
 from fmstream.payloads.bound import HOLD, InGraph, hand_over_grad, hide
 from fmstream.payloads.kinds import dress, is_dressed
 from fmstream.payloads.views import View, alias, bytes_of, same_view
+
+if TYPE_CHECKING:
+    from fmstream.payloads.shells import Shell
 
 STAGING_BYTES = 1 << 20
 """For reads on the calling thread."""
@@ -37,6 +41,9 @@ class Keeper(Protocol):
     @property
     def is_in_pass(self) -> bool:
         """Whether a module is being called."""
+
+    def is_watched(self, master: Master) -> bool:
+        """Whether somebody may write the master unseen, so that it is looked at before every pass."""
 
     def changed(self, master: Master) -> None:
         """The master's bytes changed: copies of them are stale."""
@@ -75,6 +82,8 @@ class Master:
         bound: what modules show while its bytes are in fast memory.
         bound_version: its count of in-place writes when it was bound.
         in_graph: what graphs are given for it, once there was one.
+        look_up: what gives rows of a table that is not streamed as a whole; None for any other parameter.
+        shell: what stands for the user's wrapper that has ``original`` in it, on another device than the host.
     """
 
     __slots__ = (
@@ -89,11 +98,13 @@ class Master:
         "in_graph",
         "index",
         "keeper",
+        "look_up",
         "name",
         "num_bytes",
         "original",
         "requires_grad",
         "seen_version",
+        "shell",
         "size",
         "slots",
         "span",
@@ -109,6 +120,8 @@ class Master:
         self.bound: torch.Tensor | None = None
         self.bound_version = 0
         self.in_graph: InGraph | None = None
+        self.look_up: Callable[[Master, torch.Tensor], torch.Tensor | None] | None = None
+        self.shell: Shell | None = None
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.deep: list[tuple[dict[str, Any], str, Any]] = []
         self._describe()
@@ -229,6 +242,8 @@ class Master:
     def is_held(self) -> bool:
         """Whether somebody else holds the user's parameter object, and so may write it past its stand-in."""
         ours = 2 if self.in_graph is None else 2 + HOLD  # this object's reference, the call's, and a graph's
+        if self.shell is not None:
+            return self.shell.is_held or sys.getrefcount(self.original) > ours + 1
         return sys.getrefcount(self.original) > ours
 
     def expose(self, as_array: bool) -> torch.Tensor:
@@ -373,6 +388,7 @@ class Master:
         """
         self.take_memory()
         self._unshow()
+        self.look_up = None
         self.absent = None  # type: ignore[assignment]
         self.slots, self.deep = [], []
 

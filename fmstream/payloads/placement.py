@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fmstream.payloads.kinds import is_wrapper, tensors_in
+
 
 class OnDevice(torch.Tensor):
     """A buffer in the place of the user's: copies and pickles of it lie on the host, as those of parameters do."""
@@ -90,8 +92,12 @@ class Placement:
                     if isinstance(present, torch.Tensor) and present.device == self._device:
                         holder[key] = _on_device(present, torch.device("cpu"))
             for holder in self._parameters:
-                for present in holder.values():
-                    if self._is_here(present) and id(present) not in (self._there_before or ()):
+                for key, present in holder.items():
+                    if not self._is_here(present) or id(present) in (self._there_before or ()):
+                        continue
+                    if is_wrapper(present):  # its device is its own for good
+                        holder[key] = _on_device(present, torch.device("cpu"))
+                    else:
                         present.data = present.data.to("cpu")
         self._placed.clear()
         self._buffers.clear()
@@ -108,6 +114,14 @@ def _bring_back(record: _Placed) -> None:
         original.grad, placed.grad = placed.grad.to(original.device), None
     unseen = _version(placed) == record.placed_version  # but the kernels of some norms raise no version
     if unseen and _version(original) != record.original_version:
+        return
+    _take_over(placed, original)
+
+
+def _take_over(placed: torch.Tensor, original: torch.Tensor) -> None:
+    if is_wrapper(original) and type(placed) is type(original):
+        for there, here in zip(tensors_in(placed), tensors_in(original), strict=True):
+            _take_over(there, here)
         return
     present = placed.detach().to(original.device)
     if not _same_bytes(present, original):
@@ -130,7 +144,8 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     placed = tensor.detach().to(device)
     if isinstance(tensor, nn.Parameter):
         placed = nn.Parameter(placed, tensor.requires_grad)
-        placed.__dict__.update(tensor.__dict__)
+        for key, value in tensor.__dict__.items():
+            placed.__dict__.setdefault(key, value)  # but the tensors in a wrapper are on the device by now
     return placed
 
 

@@ -26,6 +26,8 @@ class Room:
     """
 
     device: Accelerator
+    floor: int = 0
+    """Bytes of the device that are to stay free."""
     smallest: int = 0
     """The least for weights that works, in bytes."""
     limit: int | None = None
@@ -49,7 +51,7 @@ class Room:
 
     def grant(self, key: Any, wanted: int, held: int) -> int:
         """Bytes for weights of those ``wanted`` that a kind of pass leaves; ``held`` of them they have now."""
-        if key in self.needs:
+        if key in self.needs or self.floor:
             left = self._left(key, held)
             if left < wanted:
                 self.limit = left if self.limit is None else min(self.limit, left)
@@ -64,7 +66,12 @@ class Room:
 
     def _left(self, key: Any, held: int) -> int:
         need = int(self.needs.get(key, 0) * MARGIN + self.device.total_bytes() * MARGIN_SHARE)
-        return self.device.available_bytes() + held - need
+        return self.device.available_bytes() + held - need - self.floor
+
+    @property
+    def is_short(self) -> bool:
+        """Whether less is free than should be."""
+        return self.floor > 0 and self.device.available_bytes() < self.floor
 
     def fail(self, error: BaseException, held: int) -> bool:
         """The pass that began was given up; whether it was for want of memory, of which less is held from now on.

@@ -29,6 +29,9 @@ from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, groups, saved, transforms
 from fmstream.payloads.annex import Annex
 from fmstream.payloads.compiled import REMEDY
+from fmstream.payloads.embeddings import Tables
+from fmstream.payloads.fitting import decide
+from fmstream.payloads.kv.generating import GenerateSeam, KvOptions
 from fmstream.payloads.passbook import Ended, Passbook
 from fmstream.payloads.passes import Pass
 from fmstream.payloads.planner import Meter, Planner
@@ -81,10 +84,14 @@ class Session:
         self.storages: set[int] = set()
         self._routes: Routes | None = None
         self._seams = Seams()
+        self._generating = GenerateSeam(KvOptions.of(config), self.device, self.telemetry.notes.append)
         self._executor: Executor | None = None
         self._prefetch: PrefetchActor | None = None
         self._scheduler: Scheduler | None = None
-        self._annex = Annex(self.device, self.telemetry) if isinstance(self.device, Accelerator) else None
+        card = self.device if isinstance(self.device, Accelerator) else None
+        self._annex = Annex(card, self.telemetry, config.floor_bytes) if card is not None else None
+        self.tables = Tables(card, self.telemetry, config, self._check_stop, self.weights.stream_table)
+        self.weights.tables = self.tables
         self._meter = Meter()
         self._passbook = Passbook(self.telemetry, config.policy, self._learn)
         self._spilled = False
@@ -104,12 +111,14 @@ class Session:
 
     def _survey(self, *, begun: bool = False) -> None:
         """Find parameters, decide what fits, and install what is needed."""
+        self._generating.put(self.weights.roots.values())
         weights, telemetry = self.weights, self.telemetry
         found = weights.survey()
-        totals = budget.measure(found, weights.roots)
         annex = self._annex
-        memory = budget.resolve(self.config, totals, annex.device if annex else None, begun=begun)
+        fitting = decide(weights, found, self.tables, self.config, annex.device if annex else None, begun=begun)
+        totals, memory, fits = fitting.totals, fitting.memory, fitting.fits
         telemetry.weights_bytes = totals.weights_bytes
+        telemetry.table_bytes = fitting.table_bytes
         telemetry.kept_bytes = totals.kept_bytes
         telemetry.smallest_bytes = totals.smallest_bytes
         telemetry.memory_bytes = memory
@@ -117,8 +126,6 @@ class Session:
             if num_bytes:
                 telemetry.notes.append(f"{name} ({num_bytes} bytes) stays in place: {reason}")
         self.storages = {m.original.untyped_storage().data_ptr() for m in weights.masters}
-        # There, what a pass can make use of is found once one was seen.
-        fits = totals.fits(memory) and not (self._is_automatic and weights.masters)
         if self.config.spill_dir is not None and not self._spilled and not fits:
             weights.spill(os.fspath(self.config.spill_dir))
             self._spilled = True
@@ -139,10 +146,10 @@ class Session:
             if note not in telemetry.notes:
                 telemetry.notes.append(note)
         kept = totals.kept_bytes if annex is None else 0
-        given = sum(weights.sizes) if fits else memory - kept
-        self._start_actors(given, totals.smallest_bytes - totals.kept_bytes)
+        given = sum(weights.sizes) - weights.unbound_bytes if fits else memory - kept - fitting.row_bytes
+        self._start_actors(given, fitting.least_bytes)
         if annex is not None:
-            annex.place(weights.roots.values(), {id(master.original) for master in weights.masters})
+            annex.place(weights)
         weights.install()
         for site in weights.sites:
             self._seams.put(self, site)
@@ -154,7 +161,8 @@ class Session:
 
     def _count_homes(self) -> None:
         telemetry = self.telemetry
-        telemetry.file_bytes = sum(m.span for m in self.weights.masters if isinstance(m.home, FileHome))
+        streamed = [m for m in self.weights.masters if m.index not in self.weights.unbound]
+        telemetry.file_bytes = sum(m.span for m in streamed if isinstance(m.home, FileHome))
         telemetry.ram_bytes = telemetry.weights_bytes - telemetry.file_bytes - telemetry.kept_bytes
         self.weights.homes_changed = False
 
@@ -167,12 +175,13 @@ class Session:
             weights.in_place |= in_ram
             weights.survey()
             weights.in_place = before
+            self.tables.choose(weights.choose_tables() if self.tables.is_any else ())
 
     def _start_actors(self, memory: int, smallest: int) -> None:
         config = self.config
-        total = sum(self.weights.sizes)
+        total = sum(self.weights.sizes) - self.weights.unbound_bytes
         page_bytes = choose_page_bytes(max(1, min(memory, total)))
-        frames = num_pages(total, page_bytes) if memory >= total else memory // page_bytes
+        frames = max(1, num_pages(total, page_bytes) if memory >= total else memory // page_bytes)
         if self._prefetch is None:
             self._prefetch = PrefetchActor(config.num_workers, config.staging_bytes, self.telemetry)
         annex, prefetch = self._annex, self._prefetch
@@ -208,6 +217,10 @@ class Session:
         if self._executor is not None:
             self._executor.loads.stop_reason = reason
 
+    def _check_stop(self) -> None:
+        if self.stop_reason is not None:
+            raise self.stop_reason
+
     def close(self) -> None:
         """Restore the modules and stop the actors.  Idempotent; within a pass it takes effect at its end."""
         if self.forked:
@@ -237,6 +250,7 @@ class Session:
                     steps.callback(self._prefetch.close)
                 if self._executor is not None:
                     steps.callback(self._executor.close)
+                steps.callback(self.tables.close)
                 steps.callback(self._withdraw)
                 steps.callback(self._passbook.take_times, block=True)
             interrupted = False
@@ -250,6 +264,7 @@ class Session:
 
     def _withdraw(self) -> None:
         """Take everything out of the modules again."""
+        self._generating.take_out()
         self._seams.take_out()
         self.weights.uninstall()
         if self._annex is not None:
@@ -338,6 +353,7 @@ class Session:
         except BaseException as error:
             with transforms.outside():
                 executor.abort_pass()
+                self.tables.abort_pass()
                 weights.settle_aliases()
             if self._annex is not None and self._annex.room.fail(error, executor.held_bytes):
                 assert self._routes is not None
@@ -360,6 +376,7 @@ class Session:
     def _resurvey(self, site: Site) -> Site:
         """The modules changed: restore them, look again, and go on with new plans."""
         self._withdraw()
+        self.tables.give_back()
         self._executor = None
         self.weights.executor = None
         self.weights.changed_shape = False
@@ -385,6 +402,8 @@ class Session:
         self._key = kind_of(args, kwargs)
         if self.resident_plan is not None and executor.plan is not self.resident_plan:
             self._load_all(executor, self.resident_plan)
+        if self._annex is not None and self._annex.room.is_short:
+            self.tables.shrink()
         self._passbook.take_times(block=False)
         tape = executor.loads.tape()
         self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
@@ -437,6 +456,7 @@ class Session:
             self._annex.room.end()
         on_route = current.route is not None and current.on_route
         executor.end_pass()
+        self.tables.end_pass()
         weights.settle_aliases()
         root = routes.root(current.root)
         streamed, seen = self._before

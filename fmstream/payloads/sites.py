@@ -13,6 +13,7 @@ from fmstream.errors import ConfigError
 from fmstream.payloads import kinds
 from fmstream.payloads.compiled import is_compiled
 from fmstream.payloads.master import Keeper, Master, span_bytes
+from fmstream.payloads.shells import Shell, Wrappers, is_host
 
 MAX_SPREAD = 2
 """A strided parameter is streamed with its gaps while these at most double its bytes."""
@@ -53,12 +54,14 @@ class Survey:
         masters: streamable parameters, each once.
         kept: names and bytes of parameters that are left in place, with the reason.
         whole: names of outermost modules that are compiled as a whole.
+        shells: what is to be shown in place of wrappers.
     """
 
     sites: list[Site] = field(default_factory=list)
     masters: list[Master] = field(default_factory=list)
     kept: list[tuple[str, int, str]] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
+    shells: list[Shell] = field(default_factory=list)
 
 
 def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper, in_place: set[int]) -> Survey:
@@ -77,7 +80,9 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
     by_id: dict[int, Master] = {}
     reasons: dict[int, str] = {}
     modules = dict(_walk(roots))
-    overlapping = _overlapping(modules, device)
+    wrappers = Wrappers(device)
+    overlapping = _overlapping(modules, wrappers)
+    _leave_whole(modules, wrappers, overlapping, in_place)
     site_of: dict[int, Site] = {}
     for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -85,7 +90,7 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
             found.kept.append((name, own_bytes, "it is a ScriptModule"))
             continue
         own: list[int] = []
-        for holder, key, full, param in _tensors(module, name, device):
+        for holder, key, full, param in _tensors(module, name, wrappers):
             if id(param) in reasons:
                 continue
             master = by_id.get(id(param))
@@ -97,10 +102,10 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
                 )
                 if reason is not None:
                     reasons[id(param)] = reason
-                    lazy = nn.parameter.is_lazy(param)
-                    found.kept.append((full, 0 if lazy else param.numel() * param.element_size(), reason))
+                    found.kept.append((full, kinds.num_bytes(param), reason))
                     continue
                 master = by_id[id(param)] = Master(len(found.masters), full, param, device, keeper)
+                master.shell = wrappers.shell_at(holder)
                 found.masters.append(master)
             if not any(known is holder and slot == key for known, slot in master.slots):
                 master.slots.append((holder, key))
@@ -119,7 +124,7 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
         _add_hidden_slots(module, by_id)
         for reader_of in _reads(module, outermost):
             site = site_of[id(module)]
-            for index in _indices(reader_of, by_id, device):
+            for index in _indices(reader_of, by_id, wrappers):
                 if index not in site.params:
                     site.params.append(index)
         if _is_one_unit(module, outermost):
@@ -127,36 +132,37 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
         if is_compiled(module):
             site = site_of[id(module)]
             site.is_unit, site.is_whole = id(module) not in outermost, id(module) in outermost
-            site.members = list(_indices(module, by_id, device))
+            site.members = list(_indices(module, by_id, wrappers))
     owning = {id(site.module) for site in found.sites if site.params}
     holding = {id(m) for m in modules.values() if any(id(child) in owning for child in m.modules())}
     sites = [s for s in found.sites if id(s.module) in holding and id(s.module) not in inside]
     for index, site in enumerate(sites):
         site.index = index
     found.sites = sites
+    found.shells = wrappers.shells()
     return found
 
 
-def _tensors(module: nn.Module, name: str, device: torch.device) -> Iterator[kinds.Part]:
+def _tensors(module: nn.Module, name: str, wrappers: Wrappers) -> Iterator[kinds.Part]:
     """What a module's own parameters consist of: themselves, or the tensors in those that are wrappers."""
     for key, shown in module._parameters.items():
-        full = f"{name}.{key}" if name else key
-        if shown is None:
-            continue
-        # On another device a wrapper would have to be another one.
-        if _is_host(device) and kinds.is_wrapper(shown) and shown.device.type == "cpu":
-            try:
-                parts = list(kinds.parts_of(shown, full))
-            except AttributeError:
-                parts = [kinds.Part(module._parameters, key, full, shown)]
-        else:
-            parts = [kinds.Part(module._parameters, key, full, shown)]
-        for part in parts:
-            yield part._replace(tensor=_user_tensor(part.tensor))
+        if shown is not None:
+            for part in wrappers.parts(module._parameters, key, f"{name}.{key}" if name else key):
+                yield part._replace(tensor=_user_tensor(part.tensor))
 
 
-def _is_host(device: torch.device | None) -> bool:
-    return device is None or device.type == "cpu"
+def _leave_whole(
+    modules: Mapping[str, nn.Module], wrappers: Wrappers, overlapping: set[int], in_place: set[int]
+) -> None:
+    """On another device a wrapper is shown as a whole, so that it stays in place if one tensor in it does."""
+    for name, module in modules.items():
+        for part in _tensors(module, name, wrappers):
+            shell = wrappers.shell_at(part.holder)
+            if shell is None:
+                continue
+            kept = id(part.tensor) in in_place
+            if kept or _why_not(part.name, part.tensor, wrappers.device, overlapping, inner=True) is not None:
+                wrappers.leave_whole(shell)
 
 
 def _user_tensor(shown: torch.Tensor) -> torch.Tensor:
@@ -165,11 +171,11 @@ def _user_tensor(shown: torch.Tensor) -> torch.Tensor:
     return master.original if type(master) is Master else shown
 
 
-def _indices(root: nn.Module, by_id: Mapping[int, Master], device: torch.device) -> Iterator[int]:
+def _indices(root: nn.Module, by_id: Mapping[int, Master], wrappers: Wrappers) -> Iterator[int]:
     """Ids of all parameters in a module."""
     seen: set[int] = set()
     for module in root.modules():
-        for part in _tensors(module, "", device):
+        for part in _tensors(module, "", wrappers):
             master = by_id.get(id(part.tensor))
             if master is not None and master.index not in seen:
                 seen.add(master.index)
@@ -195,7 +201,9 @@ def _why_not(name: str, param: torch.Tensor, device: torch.device, overlapping: 
     if param.device.type == "meta":
         raise ConfigError(f"parameter {name!r} is on the meta device and has no values: load it first (fmstream.load)")
     expected = torch.Tensor if inner else nn.Parameter
-    dressed = _is_host(device) and kinds.is_dressed(param) and not param.requires_grad
+    dressed = kinds.is_dressed(param) and not param.requires_grad
+    if dressed and not is_host(device):
+        dressed = kinds.moves_as_bytes(param)
     if (type(param) is not expected and not dressed) or (inner and param.requires_grad):
         return f"it is a {type(param).__name__}"
     if param.layout is not torch.strided or param.is_quantized or param.is_conj() or param.is_neg():
@@ -216,9 +224,9 @@ def _why_not(name: str, param: torch.Tensor, device: torch.device, overlapping: 
     return None
 
 
-def _overlapping(modules: Mapping[str, nn.Module], device: torch.device) -> set[int]:
+def _overlapping(modules: Mapping[str, nn.Module], wrappers: Wrappers) -> set[int]:
     """``id`` of parameters whose memory overlaps that of another parameter object."""
-    every = (part.tensor for module in modules.values() for part in _tensors(module, "", device))
+    every = (part.tensor for module in modules.values() for part in _tensors(module, "", wrappers))
     params = {id(p): p for p in every if type(p) in (nn.Parameter, torch.Tensor) or kinds.is_dressed(p)}
     spans = []
     for key, param in params.items():

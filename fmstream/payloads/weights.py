@@ -22,8 +22,10 @@ from fmstream.device.memory import return_free_memory
 from fmstream.device.spill import SpillFile
 from fmstream.payloads.absent import Absent, restore
 from fmstream.payloads.bound import InGraph, make_bound, show_in_graph
+from fmstream.payloads.embeddings import Tables, find_tables, release
 from fmstream.payloads.kinds import is_dressed
 from fmstream.payloads.master import Master
+from fmstream.payloads.shells import Shell, put_back, show
 from fmstream.payloads.sites import Site, Survey, survey
 from fmstream.payloads.views import bytes_of, looks_into, point_at
 from fmstream.payloads.watch import Watch
@@ -47,6 +49,7 @@ class Weights:
         self.executor: Executor | None = None
         self.sites: list[Site] = []
         self.masters: list[Master] = []
+        self.shells: list[Shell] = []
         self.sizes: Sequence[int] = ()
         self.stack: list[Site] = []
         """Modules that are being called, innermost last."""
@@ -59,6 +62,11 @@ class Weights:
         self.comparing = False
         """Whether the bytes of what is bound now are compared with what they are when it is unbound."""
         self.pinned: set[int] = set()
+        self.tables: Tables | None = None
+        self.as_weights: set[int] = set()
+        """``id`` of tables that are streamed as a whole."""
+        self.unbound: set[int] = set()
+        """Tables that nothing binds: only their rows are in fast memory."""
         self.in_place: set[int] = set()
         self.fault_bytes = 0
         self._watch_grads = False
@@ -82,14 +90,23 @@ class Weights:
                 master.home = FileHome(self._files.open(place[0]), place[1], master.span)
         self.masters = found.masters
         self.sites = found.sites
+        self.shells = found.shells
         self.sizes = [master.num_bytes for master in found.masters]
+        self.unbound = set()
         self.pinned.clear()
         self._exposed = self._aliased()
         return found
 
-    def is_exposed(self, master: Master) -> bool:
-        """Whether somebody may look into a master's memory, so that it must stay where it is."""
-        return master.index in self._exposed
+    def choose_tables(self) -> list[Master]:
+        """Let large embedding tables be looked up by rows; they may go on being weights of other modules."""
+        tables = find_tables(self.sites, self.masters, self.as_weights)
+        self.unbound = release(self.sites, self.masters, tables)
+        return [self.masters[index] for index in sorted(tables)]
+
+    @property
+    def unbound_bytes(self) -> int:
+        """Bytes in fast memory that tables would take which nothing binds."""
+        return sum(self.sizes[index] for index in self.unbound)
 
     def _aliased(self) -> set[int]:
         """Masters whose memory somebody looks into beside their modules (``.data``, an array, a flat buffer).
@@ -143,6 +160,7 @@ class Weights:
             for holder, key in master.slots:
                 holder[key] = master.absent
             master.show_deep((master.original,), master.absent)
+        show(self.shells, self.roots.values())
         self._structure = [
             (holder, tuple(holder.values()))
             for root in self.roots.values()
@@ -158,12 +176,14 @@ class Weights:
                 if any(holder.get(key) is tensor for tensor in mine):
                     holder[key] = master.original
             master.show_deep(mine, master.original)
+        put_back(self.shells, self.roots.values(), self)
         for root in self.roots.values():
             for module in root.modules():
                 restore(module._parameters, self)
                 restore(module._buffers, self)
         for master in self.masters:
             master.retire()
+        self.shells = []
         self.masters = []  # each refers to a parameter of the user's, and so would look like somebody who holds it
         self._structure = []
 
@@ -193,7 +213,7 @@ class Weights:
             for value, known in zip(holder.values(), expected, strict=True):
                 if value is not known:
                     return True
-        return False
+        return any(shell.is_changed for shell in self.shells)
 
     # Keeping masters true
 
@@ -311,9 +331,25 @@ class Weights:
         self.in_place.add(id(master.original))
         self.changed_shape = True
 
+    def is_watched(self, master: Master) -> bool:
+        """Whether somebody may look into a master's memory and write it unseen, so that it must stay where it is."""
+        return master.index in self._exposed
+
+    def stream_table(self, master: Master) -> None:
+        """From the next pass on a table is streamed as a whole: gradients go through it."""
+        if id(master.original) not in self.as_weights:
+            self.as_weights.add(id(master.original))
+            self.changed_shape = True
+            self.telemetry.notes.append(
+                f"{master.name} needs a gradient, so it streams as a whole instead of by rows: call under "
+                f"torch.no_grad(), or freeze it, where no gradient is wanted"
+            )
+
     def changed(self, master: Master) -> None:
         """Renew copies in fast memory."""
         self.homes_changed = True
+        if self.tables is not None:
+            self.tables.changed(master)
         if self.executor is None or not self._is_present(master):
             return
         self.executor.refresh(master.index)
@@ -337,6 +373,8 @@ class Weights:
         """Wait for every copy that is on its way."""
         if self.executor is not None:
             self.executor.settle()
+        if self.tables is not None:
+            self.tables.settle()
 
     def _is_present(self, master: Master) -> bool:
         """Whether a master has not been succeeded by another one."""

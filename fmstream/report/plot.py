@@ -31,11 +31,18 @@ INK, FAINT = "#22272e", "#8a929c"
 SHADES = {
     "compute": ("#2f6db5", "#5a93d1"),
     "wait": ("#d1495b", "#e07b88"),
+    "host": ("#b7791f", "#d9a657"),
     "copy": ("#2a9d74", "#62bd9a"),
     "other": ("#7a7f87", "#a3a8af"),
 }
 MARKS = ("compute", "waiting for weights", "link", "bound", "predicted")
-MEANINGS = {"compute": "computing", "wait": "waiting for weights", "copy": "copying weights", "other": "other"}
+MEANINGS = {
+    "compute": "computing",
+    "wait": "waiting for weights",
+    "host": "stage on the host",
+    "copy": "copying weights",
+    "other": "other",
+}
 
 
 @dataclass(frozen=True, slots=True)

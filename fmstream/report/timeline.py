@@ -13,7 +13,7 @@ PROCESS_ID = 1
 
 
 def order_lanes(spans: Iterable[Span]) -> list[str]:
-    """The lanes that occur, from top to bottom: compute, wait, the copy workers by number, others by name."""
+    """The lanes that occur, from top to bottom: compute, wait, stages on the host, the copy workers, others by name."""
     lanes = {span.lane for span in spans}
     return sorted(lanes, key=_lane_key)
 
@@ -39,7 +39,7 @@ def save_chrome_trace(spans: Iterable[Span], path: str | Path) -> None:
 
 def _lane_key(lane: str) -> tuple[int, int, str]:
     kind, _, number = lane.partition(" ")
-    rank = {"compute": 0, "wait": 1, "copy": 2}.get(kind, 3)
+    rank = {"compute": 0, "wait": 1, "host": 2, "copy": 3}.get(kind, 4)
     return rank, int(number) if number.isdecimal() else 0, lane
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import fmstream
 from fmstream.actors.uploads import Uploads
-from tests.accelerator.cases import CASES, WIDTH, Case, Counting, call
+from tests.accelerator.cases import CASES, WIDTH, Block, Case, Counting, call
 from tests.accelerator.kit import POLICIES, Left, equal, here, named, on_host, stream_and_compare, streaming, twin_on
-from tests.kit import budget, mlp
+from tests.kit import assert_streams_fully, budget, mlp, noise, num_faults
+from tests.kit_quantised import BUILDS, true_bytes
 from tests.kit_runtime import Injected, map_weights
 
 pytestmark = [
@@ -43,6 +45,45 @@ def on_the_card() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_streamed_steps_equal_those_of_the_twin(case: Case, policy: str) -> None:
     stream_and_compare(case.build(), case.step, 5, 0.35, edited=case.edited, policy=policy)
+
+
+QUANTISED = [param for param in BUILDS if param.id not in ("torchao-int8-dynamic", "torchao-float8-dynamic")]
+"""Those whose products have no least number of rows on a card."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("build", QUANTISED)
+def test_quantised_weights_stream(build: Any, policy: str) -> None:
+    module, twin = build(), build().to(here.name)
+    least = fmstream.smallest_memory(module)
+    memory = least + (true_bytes(module) - least) // 3
+    with torch.no_grad(), streaming(module, memory=memory, policy=policy) as handle:
+        found = [call(module, number) for number in range(6)]
+        for number, output in enumerate(found):
+            equal(on_host(output), on_host(call(twin, number)))
+        handle._session.settle_times()
+        assert num_faults(handle) == 0
+        assert_streams_fully(handle)
+        del found, output
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_blocks_stream(backend: str) -> None:
+    torch._dynamo.reset()
+    module = nn.Sequential(*(Block() for _ in range(6))).eval()
+    twin = twin_on(module)
+    for part in (*module, *(twin if backend == "inductor" else ())):
+        part.compile(backend=backend, fullgraph=True)
+    with torch.no_grad(), streaming(module, edited=True, keeps=True) as handle:
+        graphs = []
+        for number in range(6):
+            inputs = noise(2, 4, WIDTH, seed=number).to(here.name)
+            equal(on_host(module(inputs)), on_host(twin(inputs)))
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs[1:] == [graphs[1]] * 5
+        handle._session.settle_times()
+        assert_streams_fully(handle)
+    torch._dynamo.reset()
 
 
 def drowsy(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -291,10 +291,10 @@ def torch_cannot_be_imported(m: Machine) -> None:
     m.torch = Unread("torch cannot be imported: OSError: no libcudart")
 
 
-@expect({8: ("WARN", "cuda-bindings is not installed.*pip install")})
+@expect({8: ("WARN", "extra cuda are not installed.*pip install")})
 def no_compiler(m: Machine) -> None:
     m.gpu()
-    m.probes.built = Unread("cuda-bindings is not installed")
+    m.probes.built = Unread("the packages of the extra cuda are not installed")
 
 
 @expect({8: ("OK", "built gather.cu, select.cu for sm_89")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from fmstream import emulator
 from fmstream.doctor import probes
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import LinkRates, MemoryCheck, Pinned, RoundTrip
-from fmstream.doctor.probes import MachineProbes, kernel_sources
+from fmstream.doctor.probes import MachineProbes
 from fmstream.doctor.reading import Unread
 from fmstream.doctor.torch_facts import TorchDevice
 
@@ -101,24 +102,23 @@ def test_memory_that_is_taken_is_a_reason(emulated: None) -> None:
     assert isinstance(MachineProbes().memory_check(GPU), Unread)
 
 
-def test_the_kernels_are_found_and_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fmstream.device import nvrtc
 
-    assert all(name.endswith(".cu") and text for name, text in kernel_sources().items())
-    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
-    assert MachineProbes().build("sm_89") == Unread("cuda-bindings is not installed")
+    nvrtc._compile.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert MachineProbes().build("sm_89") == Unread("the packages of the extra cuda are not installed")
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_86", "sm_89", "sm_90", "sm_120"])
 def test_the_kernels_build_without_a_card(architecture: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
     build = MachineProbes().build(architecture)
-    if isinstance(build, Unread) and "not found" in build.why:
-        pytest.skip(build.why)
     assert not isinstance(build, Unread), build.why
+    assert build.sources == ("page_select.cu",)
     assert build.compiler.startswith("NVRTC")
 
 
 def test_an_architecture_that_is_none_is_a_reason() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
     assert isinstance(MachineProbes().build("sm_11"), Unread)

@@ -83,6 +83,15 @@ def _multi_head_at_once(d: torch.device) -> Tensor:
 
 ENCODER = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
 
+
+def _statistics(d: torch.device) -> Tensor:
+    """A norm that gives new tensors and writes the running statistics that it was given."""
+    mean, var = torch.zeros(8, device=d), torch.ones(8, device=d)
+    weight, bias = B.to(d)[0], B.to(d)[1]
+    out = torch.ops.aten._native_batch_norm_legit(IMAGE.to(d), weight, bias, mean, var, True, 0.1, 1e-5)
+    return torch.cat([*(tensor.flatten() for tensor in out), mean, var])
+
+
 CASES: Final[dict[str, Case]] = {
     # elementwise
     "add scalar": lambda d: A.to(d) + 1.5,
@@ -178,6 +187,7 @@ CASES: Final[dict[str, Case]] = {
     "layer norm": lambda d: F.layer_norm(A.to(d), (8,), B.to(d)[0], B.to(d)[1]),
     "group norm": lambda d: F.group_norm(IMAGE.to(d), 2, torch.ones(8, device=d)),
     "batch norm": lambda d: F.batch_norm(IMAGE.to(d), torch.zeros(8, device=d), torch.ones(8, device=d)),
+    "norm and statistics": _statistics,
     "instance norm": lambda d: F.instance_norm(IMAGE.to(d)),
     "rms norm": lambda d: F.rms_norm(A.to(d), (8,), B.to(d)[0]),
     "normalize": lambda d: F.normalize(A.to(d), dim=-1),

@@ -45,7 +45,7 @@ FAMILIES: Final = {
 """Families by compute capability, as NVIDIA's table of CUDA cards has them."""
 
 MODELS: Final = {WDDM: "WDDM", TCC: "TCC", MCDM: "MCDM"}
-INSTALL_BINDINGS: Final = "pip install nvidia-ml-py"
+INSTALL_BINDINGS: Final = "pip install 'fmstream-runtime[cuda]', or nvidia-ml-py alone"
 
 
 @per_machine(1, "driver", TOPIC)

@@ -1,0 +1,327 @@
+"""Tensors that leave the device for a stage on the host, and come back.
+
+A crossing has four steps.  The thread that computes calls `leave`; a thread of the stage calls `land`, which waits
+until the bytes are there, and `embark` with what it made of them; the thread that computes calls `arrive`.  Only the
+copy to the device is enqueued by the other thread, on the copy stream: so it begins when the stage ends, whatever the
+computing thread is doing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fmstream.device.accelerator import Accelerator, Mark
+from fmstream.device.device import Part
+from fmstream.device.pinned import PinnedBlock
+from fmstream.errors import ConfigError
+
+OWN_USES: Final = 2
+"""Of a storage that one tensor and one reference in Python refer to."""
+
+
+class Crossing:
+    """One tensor on its way: ``output`` is what left, ``result`` what came back once it did."""
+
+    __slots__ = ("arrival", "clock", "host", "left", "output", "result", "slot", "stream", "target")
+
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+        self.result: Tensor | None = None
+        self.slot: Slot | None = None
+        self.stream = 0
+        """That in which it was computed."""
+        self.host: Tensor | None = None
+        self.left: Mark | None = None
+        """Behind the copy to the host."""
+        self.target: Tensor | None = None
+        """Device memory for the way back."""
+        self.arrival: Mark | None = None
+        """Behind the copy to the device."""
+        self.clock = 0.0
+
+
+class Ferry(ABC):
+    """Carries at most ``num_slots`` tensors at a time, to the host and back."""
+
+    @abstractmethod
+    def leave(self, box: list[Tensor]) -> Crossing:
+        """Send a tensor to the host; it comes in a list of one, so that nobody need hold it besides."""
+
+    @abstractmethod
+    def land(self, crossing: Crossing) -> Tensor:
+        """The tensor in host memory, once it is there; it is the caller's until `embark`."""
+
+    @abstractmethod
+    def embark(self, crossing: Crossing, result: Tensor | None) -> None:
+        """Send back what was made of it, or None for what left as it left.
+
+        Raises:
+            ConfigError: it is no tensor in host memory.
+        """
+
+    @abstractmethod
+    def arrive(self, crossing: Crossing) -> Tensor:
+        """The result, for the caller's present stream; its place on the ferry is free again."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for every copy."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory up, once every copy is done.  May be called again."""
+
+
+def open_ferry(device: torch.device, num_slots: int) -> Ferry:
+    """The ferry of a device.
+
+    Raises:
+        ConfigError: the device has no streams.
+    """
+    if device.type == "cpu":
+        return CpuFerry()
+    from fmstream.device.opening import open_device
+
+    opened = open_device(device)
+    assert isinstance(opened, Accelerator)
+    return DeviceFerry(opened, num_slots)
+
+
+class CpuFerry(Ferry):
+    """Hands tensors over as they are; what somebody else can still see is copied first."""
+
+    def leave(self, box: list[Tensor]) -> Crossing:
+        """Take it; copied if the step kept it, or has it from a buffer that it will write again."""
+        return Crossing(unshared(box))
+
+    def land(self, crossing: Crossing) -> Tensor:
+        """The tensor itself."""
+        return crossing.output
+
+    def embark(self, crossing: Crossing, result: Tensor | None) -> None:
+        """Take the result; copied if the stage kept it."""
+        if result is None or result is crossing.output:
+            crossing.result = crossing.output
+        else:
+            check_result(result)
+            crossing.result = unshared([result])
+
+    def arrive(self, crossing: Crossing) -> Tensor:
+        """The result itself."""
+        assert crossing.result is not None
+        return crossing.result
+
+    def settle(self) -> None:
+        """There are no copies."""
+
+    def close(self) -> None:
+        """There is no memory to give up."""
+
+
+class Slot:
+    """A place in pinned memory, as large as the largest tensor that was there."""
+
+    def __init__(self) -> None:
+        self.block: PinnedBlock | None = None
+        self.part: Part | None = None
+        self.returned: Mark | None = None
+        """Behind the last copy from it."""
+
+
+class DeviceFerry(Ferry):
+    """Copies through pinned memory that is used again and again, out on a stream of its own, in on the copy stream."""
+
+    def __init__(self, device: Accelerator, num_slots: int) -> None:
+        self.device = device
+        self.out = device.module.Stream(device=device.torch_device)
+        self._free = [Slot() for _ in range(num_slots)]
+        self._slots = list(self._free)
+        self._at_exit: weakref.finalize[..., DeviceFerry] | None = None
+
+    def leave(self, box: list[Tensor]) -> Crossing:
+        """Enqueue the copy to the host behind what computes the tensor; the host does not wait."""
+        with apart():
+            output = box[0] = dense(box[0])
+        crossing = Crossing(output)
+        crossing.slot = slot = self._free.pop()
+        with apart():
+            crossing.host = self._place(slot, output)
+            # Allocated now, though used later: memory that is free now is free before what is computed meanwhile.
+            crossing.target = torch.empty_like(output)
+            computed = self.device.mark()
+            crossing.stream = computed.stream
+            self._wait_for_output(computed)
+            self._wait_for_place(slot)
+            with self.device.module.stream(self.out):
+                crossing.host.copy_(output, non_blocking=True)
+        crossing.left = self.device.mark(self.out, blocking=True)
+        crossing.clock = self.device.hand_over()
+        return crossing
+
+    def land(self, crossing: Crossing) -> Tensor:
+        """Wait for the copy; a view that may be kept, for then the memory is not used again."""
+        self.device.take_over(crossing.clock)
+        self._wait_for_copy(crossing)
+        assert crossing.host is not None
+        return crossing.host.view(crossing.host.shape)
+
+    def embark(self, crossing: Crossing, result: Tensor | None) -> None:
+        """Enqueue the copy to the device.
+
+        What has the shape and type of what left goes through its pinned memory; anything else is copied from where
+        it lies, which is slower and keeps this thread.
+        """
+        target, host = crossing.target, crossing.host
+        assert target is not None
+        assert host is not None
+        assert crossing.slot is not None
+        with apart(), self.device.module.device(self.device.torch_device):
+            if result is None:
+                crossing.result = crossing.output
+            else:
+                check_result(result)
+                same = result.shape == target.shape and result.dtype == target.dtype
+                crossing.result = self._send(crossing.slot, host, result, target) if same else self._carry(result)
+                crossing.arrival = self.device.mark(self.device.copies)
+                crossing.slot.returned = crossing.arrival
+        crossing.clock = self.device.hand_over()
+
+    def arrive(self, crossing: Crossing) -> Tensor:
+        """Let the caller's present stream wait for the copy to the device; the host does not."""
+        assert crossing.result is not None
+        assert crossing.slot is not None
+        self.device.take_over(crossing.clock)
+        if crossing.arrival is not None:
+            self._wait_for_arrival(crossing.arrival)
+        stream = self.device.current_stream()
+        is_own = crossing.result is crossing.target or crossing.result is crossing.output
+        if stream.stream_id != crossing.stream or not is_own:
+            crossing.result.record_stream(stream)  # another one allocated it
+        crossing.host = crossing.target = None
+        self._free.append(crossing.slot)
+        return crossing.result
+
+    def settle(self) -> None:
+        """Wait on the host: nothing that copies use may be given up before."""
+        settle(self.out, self.device)
+
+    def close(self) -> None:
+        """Wait for the copies and unpin; memory into which somebody still looks lives on."""
+        self.settle()
+        if self._at_exit is not None:
+            self._at_exit.detach()
+        while self._slots:
+            slot = self._slots[-1]
+            slot.part = None
+            if slot.block is not None:
+                self.device.pins.free(slot.block)
+            self._slots.pop()
+        self._free.clear()
+
+    # Memory
+
+    def _place(self, slot: Slot, output: Tensor) -> Tensor:
+        """Pinned memory in a slot that lies as ``output`` does."""
+        num_bytes = output.numel() * output.element_size()
+        if slot.block is None or slot.part is None or slot.block.num_bytes < num_bytes or slot.part.num_views():
+            if slot.block is not None:
+                self.device.pins.free(slot.block)
+            slot.block = self.device.pins.allocate(num_bytes)
+            slot.part = Part(slot.block.part(0, slot.block.num_bytes), slot.block.address)
+            self._settle_before_unpinning()
+        return slot.part.typed(output.dtype).as_strided(output.shape, output.stride(), 0)
+
+    def _settle_before_unpinning(self) -> None:
+        """At exit blocks unpin themselves, the newest first; what was made after the newest comes before it."""
+        if self._at_exit is not None:
+            self._at_exit.detach()
+        self._at_exit = weakref.finalize(self, settle, self.out, self.device)
+
+    def _send(self, slot: Slot, host: Tensor, result: Tensor, target: Tensor) -> Tensor:
+        """Copy to ``target`` through pinned memory."""
+        assert slot.part is not None
+        if slot.part.is_under(result):
+            if result.data_ptr() != host.data_ptr() or result.stride() != host.stride():
+                host.copy_(result.clone())
+        else:
+            host.copy_(result)
+        with self.device.copying():
+            target.copy_(host, non_blocking=True)
+        return target
+
+    def _carry(self, result: Tensor) -> Tensor:
+        """Copy what does not fit ``target`` to memory of its own."""
+        with self.device.copying():
+            return torch.empty_like(result, device=self.device.torch_device).copy_(result)
+
+    # Order
+
+    def _wait_for_output(self, computed: Mark) -> None:
+        """A copy to the host follows what computes the tensor."""
+        self.device.wait(computed, self.out)
+
+    def _wait_for_place(self, slot: Slot) -> None:
+        """It does not overwrite what is being copied to the device."""
+        if slot.returned is not None:
+            self.device.wait(slot.returned, self.out)
+
+    def _wait_for_copy(self, crossing: Crossing) -> None:
+        """The stage reads what has arrived on the host."""
+        assert crossing.left is not None
+        crossing.left.event.synchronize()
+
+    def _wait_for_arrival(self, arrival: Mark) -> None:
+        """What is computed next reads what has arrived on the device."""
+        self.device.wait(arrival)
+
+
+def settle(out: Any, device: Accelerator) -> None:
+    """Wait on the host for every copy, out and in."""
+    out.synchronize()
+    device.settle()
+
+
+def check_result(result: object) -> None:
+    """Raise ConfigError for what a stage cannot return."""
+    if not isinstance(result, Tensor):
+        raise ConfigError(
+            f"host_stage returned {type(result).__name__}: return a tensor in host memory, or None to leave the "
+            "latents as they are"
+        )
+    if result.device.type != "cpu":
+        raise ConfigError(f"host_stage returned a tensor on {result.device}: return one in host memory, tensor.cpu()")
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy without gaps in memory, which one copy over the link can carry."""
+    alike = torch.empty_like(tensor, device="meta")
+    return tensor if alike.stride() == tensor.stride() else tensor.clone(memory_format=torch.preserve_format)
+
+
+def unshared(box: list[Tensor]) -> Tensor:
+    """The tensor of a list of one, or a copy of it where anything but that list can see its memory; it stays there."""
+    alive = weakref.ref(box[0])
+    storage, dtype = box[0].untyped_storage(), box[0].dtype
+    place = box[0].storage_offset(), box[0].size(), box[0].stride()
+    with apart():
+        view = torch.empty(0, dtype=dtype).set_(storage, *place)
+        box[0] = view
+        # Memory that PyTorch did not allocate (numpy's) may be seen by others whom its storage does not count.
+        is_ours = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == OWN_USES
+        if alive() is not None or not is_ours:
+            box[0] = view.clone()
+    return box[0]
+
+
+@contextmanager
+def apart() -> Iterator[Any]:
+    """Make and write tensors that any mode can use later, unseen by autograd."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,194 @@
+"""The lanes of a device: its streams, or on the CPU the one order in which everything is done at once."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+import torch
+
+from fmstream.core.order import Lane
+from fmstream.device.accelerator import Accelerator, DeviceSlab, Stream
+from fmstream.device.device import CpuDevice, Device, Slab
+from fmstream.device.memory import private_memory
+from fmstream.device.pinned import PinnedBlock
+
+KEPT_EVENTS: Final = 512
+"""Points of a lane that are remembered one by one; who waits for an older one waits for the oldest of these."""
+
+
+class HostBlock(Protocol):
+    """Host memory that copies go to and come from."""
+
+    num_bytes: int
+    tensor: torch.Tensor
+    pinned: bool
+
+
+class PlainBlock:
+    """Host memory beside a device that copies by itself, where nothing is pinned."""
+
+    pinned = True
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(private_memory(num_bytes), dtype=torch.uint8)
+
+
+class DirectLanes:
+    """The CPU: each operation has ended when it returns, so that there is nothing to wait for."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.torch_device = device.torch_device
+        self._device = device
+
+    def slab(self, num_bytes: int) -> Slab:
+        """Allocate fast memory."""
+        return self._device.slab(num_bytes)
+
+    def block(self, num_bytes: int) -> HostBlock:
+        """Allocate host memory."""
+        return PlainBlock(num_bytes)
+
+    def free(self, block: HostBlock) -> None:
+        """Give host memory back; tensors keep it alive."""
+
+    def enter(self, slab: Slab | None) -> None:
+        """The caller's stream is the compute lane from now on."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[None]:
+        """Enqueue on a lane."""
+        return contextlib.nullcontext()
+
+    def upcoming(self, lane: Lane) -> int:
+        """See `fmstream.core.order.Order`."""
+        return 1
+
+    def point(self, lane: Lane) -> None:
+        """Make a point."""
+
+    def wait(self, lane: Lane, other: Lane, point: int) -> None:
+        """See `fmstream.core.order.Order`."""
+
+    def join(self, lane: Lane, point: int) -> None:
+        """See `fmstream.core.order.Order`."""
+
+    def has_passed(self, lane: Lane, point: int) -> bool:
+        """Whether a lane has got to a point; asking does not wait."""
+        return True
+
+    def settle(self) -> None:
+        """Let the host wait for every copy."""
+
+    def available_bytes(self) -> int | None:
+        """Bytes of the device's memory that can be taken, None where it has none of its own."""
+        return None
+
+
+class StreamLanes:
+    """An accelerator: the user's present stream, one stream for copies to it and one for copies from it."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self.torch_device = device.torch_device
+        self._device = device
+        self._streams: list[Stream] = [
+            device.current_stream(),
+            device.copies,
+            device.module.Stream(device=device.torch_device),
+        ]
+        self._made: list[list[int]] = [[] for _ in Lane]
+        self._events: list[list[Any]] = [[] for _ in Lane]
+        self._number = [0 for _ in Lane]
+        self._seen = [[0 for _ in Lane] for _ in Lane]
+
+    def slab(self, num_bytes: int) -> Slab:
+        """Allocate fast memory; raises `MemoryBudgetError` where there is no room."""
+        slab = self._device.slab(num_bytes)
+        assert isinstance(slab, DeviceSlab)
+        for stream in self._streams:
+            slab.used_on(stream)
+        out = self._streams[Lane.OUT]
+        self._device.wait(self._device.mark(), out)
+        return slab
+
+    def block(self, num_bytes: int) -> HostBlock:
+        """Allocate host memory, pinned if the driver takes it."""
+        return self._device.pins.allocate(num_bytes)
+
+    def free(self, block: HostBlock) -> None:
+        """Give host memory back, once no copy uses it."""
+        self.settle()
+        assert isinstance(block, PinnedBlock)
+        self._device.pins.free(block)
+
+    def enter(self, slab: Slab | None) -> None:
+        """The caller's stream is the compute lane from now on; it follows the one that was."""
+        stream, before = self._device.current_stream(), self._streams[Lane.COMPUTE]
+        if stream.stream_id == before.stream_id:
+            return
+        self._device.wait(self._device.mark(before), stream)
+        self._streams[Lane.COMPUTE] = stream
+        if isinstance(slab, DeviceSlab):
+            slab.used_on(stream)
+
+    @contextlib.contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """Enqueue on a lane."""
+        with self._device.module.stream(self._streams[lane]):
+            yield
+
+    def upcoming(self, lane: Lane) -> int:
+        """See `fmstream.core.order.Order`."""
+        return self._number[lane] + 1
+
+    def point(self, lane: Lane) -> None:
+        """Make a point behind all that a lane was given."""
+        self._number[lane] += 1
+        self._made[lane].append(self._number[lane])
+        self._events[lane].append(self._device.mark(self._streams[lane]).event)
+        if len(self._made[lane]) > 2 * KEPT_EVENTS:
+            del self._made[lane][:KEPT_EVENTS], self._events[lane][:KEPT_EVENTS]
+
+    def wait(self, lane: Lane, other: Lane, point: int) -> None:
+        """See `fmstream.core.order.Order`."""
+        if point > self._seen[lane][other]:
+            at = self._find(other, point)
+            self._streams[lane].wait_event(self._events[other][at])
+            self._seen[lane][other] = self._made[other][at]
+
+    def join(self, lane: Lane, point: int) -> None:
+        """See `fmstream.core.order.Order`."""
+        self._events[lane][self._find(lane, point)].synchronize()
+
+    def has_passed(self, lane: Lane, point: int) -> bool:
+        """Whether a lane has got to a point; asking does not wait."""
+        return point <= self._number[lane] and bool(self._events[lane][self._find(lane, point)].query())
+
+    def settle(self) -> None:
+        """Let the host wait for every copy."""
+        for lane in (Lane.IN, Lane.OUT):
+            self._streams[lane].synchronize()
+
+    def available_bytes(self) -> int | None:
+        """Bytes of the device's memory that can be taken."""
+        return self._device.available_bytes()
+
+    def _find(self, lane: Lane, point: int) -> int:
+        if point > self._number[lane]:
+            self.point(lane)
+        return bisect.bisect_left(self._made[lane], point)
+
+
+Lanes = DirectLanes | StreamLanes
+
+
+def lanes_of(device: Device) -> Lanes:
+    """The lanes of a device."""
+    if isinstance(device, Accelerator):
+        return StreamLanes(device)
+    assert isinstance(device, CpuDevice)
+    return DirectLanes(device)

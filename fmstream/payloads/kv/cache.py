@@ -1,0 +1,208 @@
+"""The paged cache: what transformers asks of a ``Cache``, over pools of pages."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from fmstream.config import check_kv_options, host_bytes
+from fmstream.device.lanes import Lanes, lanes_of
+from fmstream.device.opening import open_device
+from fmstream.errors import ConfigError
+from fmstream.payloads.kv.blocks import BlockTable
+from fmstream.payloads.kv.compat import Cache, DynamicCache, DynamicLayer
+from fmstream.payloads.kv.frames import PageCounts
+from fmstream.payloads.kv.layer import PagedLayer, PoolFor
+from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.shape import PageShape
+from fmstream.payloads.kv.sizing import Sizing
+from fmstream.payloads.kv.tiers import TierCounts, Tiers
+
+MEBIBYTE: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KvStatistics:
+    """A snapshot of a cache, over all its pools.
+
+    Attributes:
+        page_bytes: bytes of a page, of the largest pool's.
+        device_pages: pages of fast memory, those where a layer is put together included.
+        resident_pages: pages in frames.
+        host_pages, file_pages: pages that have a home in host memory, in the file.
+        device_bytes, host_bytes: memory taken.
+        recalled_bytes, spilled_bytes: what went to the device and came from it.
+        file_read_bytes, file_written_bytes: what went to the file and came from it.
+        num_lent: times that keys or values were kept by somebody, so that other memory had to be taken.
+    """
+
+    page_bytes: int
+    device_pages: int
+    resident_pages: int
+    host_pages: int
+    file_pages: int
+    device_bytes: int
+    host_bytes: int
+    recalled_bytes: int
+    spilled_bytes: int
+    file_read_bytes: int
+    file_written_bytes: int
+    num_lent: int
+
+
+class Moves(NamedTuple):
+    """What a pool has moved, in pages of so many bytes."""
+
+    page_bytes: int
+    pages: PageCounts
+
+
+class PagedCache(DynamicCache):
+    """A key-value cache of fixed size on the device; what does not fit is on the host, and in a file.
+
+    Every token attends to every other, so that results are ``DynamicCache``'s, bit for bit.  Layers with full attention
+    are paged; sliding windows and recurrent states, which do not grow, are transformers' own.
+
+    Args:
+        config: the model's configuration.
+        kv_cache_max_pages: pages of fast memory for the layers of each shape; a page holds ``page_tokens`` tokens of
+            one sequence in one layer.  The least is one layer of all sequences.  None takes what is needed, as far as
+            the device's free memory goes.
+        page_tokens: tokens of a page.
+        cpu_offload_threshold_mb: where less of the device's memory is free, in mebibytes, pages leave it and the pool
+            is made smaller.
+        kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto", which leaves a floor.
+        spill_dir: folder for pages that find no room in host memory.
+        note: takes sentences for the user; None collects them in ``notes``.
+
+    Raises:
+        ConfigError: an option has a value that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kv_cache_max_pages: int | None = None,
+        *,
+        page_tokens: int = 32,
+        cpu_offload_threshold_mb: int = 0,
+        kv_host_memory: int | str = "auto",
+        spill_dir: str | os.PathLike[str] | None = None,
+        note: Callable[[str], None] | None = None,
+    ) -> None:
+        check_kv_options(kv_cache_max_pages, page_tokens, cpu_offload_threshold_mb, kv_host_memory)
+        plain = DynamicCache(config=config)
+        self.notes: list[str] = []
+        self._note = note or self.notes.append
+        self.moves: list[Moves] = []
+        """What its pools have moved; it can be read when they are gone."""
+        self._page_tokens = page_tokens
+        self._host_bytes = host_bytes(kv_host_memory)
+        self._spill_dir = spill_dir
+        self._pools: dict[tuple[torch.device, PageShape], Pool] = {}
+        self._siblings: dict[Pool, list[BlockTable]] = {}
+        self._lanes: dict[torch.device, Lanes] = {}
+        num_paged = sum(map(is_paged, plain.layers))
+        self._sizing = Sizing(kv_cache_max_pages, cpu_offload_threshold_mb * MEBIBYTE, num_paged)
+        pool_for = weak(self._pool_for)
+        layers = [PagedLayer(pool_for, self._sizing) if is_paged(layer) else layer for layer in plain.layers]
+        Cache.__init__(self, layers=layers)
+
+    def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
+        if keys.dtype != values.dtype:
+            raise ConfigError(f"keys are {keys.dtype} and values {values.dtype}: a page holds one type")
+        shape = PageShape(self._page_tokens, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
+        key = (keys.device, shape)
+        if key not in self._pools:
+            if keys.device not in self._lanes:
+                self._lanes[keys.device] = lanes_of(open_device(keys.device))
+            lanes = self._lanes[keys.device]
+            size = self._sizing.first(lanes, shape, keys.shape[0], keys.shape[-2])
+            tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
+            self._pools[key] = pool = Pool(lanes, shape, tiers, self._sizing.num_layers, size)
+            self.moves.append(Moves(shape.num_bytes, pool.frames.counts))
+        pool = self._pools[key]
+        return pool, self._siblings.setdefault(pool, [])
+
+    def fork(self) -> PagedCache:
+        """A cache of the same content in the same pools; pages are shared until either writes to them."""
+        other: PagedCache = copy.copy(self)
+        other._siblings, other.layers = {}, []
+        pool_for = weak(other._pool_for)
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                siblings = other._siblings.setdefault(layer.pool, []) if layer.pool is not None else []
+                other.layers.append(layer.fork(pool_for, siblings))
+            else:
+                other.layers.append(copy.deepcopy(layer))
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        memo[id(self)] = forked = self.fork()
+        return forked
+
+    @property
+    def pools(self) -> Iterable[Pool]:
+        """The pools, one for each shape of keys and values."""
+        return self._pools.values()
+
+    def statistics(self) -> KvStatistics:
+        """What the cache holds and has moved so far."""
+        pools = list(self._pools.values())
+        tiers: list[TierCounts] = [pool.tiers.counts() for pool in pools]
+        states = [pool.frames.table.counts() for pool in pools]
+        return KvStatistics(
+            page_bytes=max((pool.shape.num_bytes for pool in pools), default=0),
+            device_pages=sum(pool.max_pages for pool in pools),
+            resident_pages=sum(state.resident for state in states),
+            host_pages=sum(tier.host_pages for tier in tiers),
+            file_pages=sum(tier.file_pages for tier in tiers),
+            device_bytes=sum(pool.slab.num_bytes for pool in pools),
+            host_bytes=sum(tier.host_bytes for tier in tiers),
+            recalled_bytes=sum(pool.frames.counts.recalled * pool.shape.num_bytes for pool in pools),
+            spilled_bytes=sum(pool.frames.counts.spilled * pool.shape.num_bytes for pool in pools),
+            file_read_bytes=sum(tier.file_read_bytes for tier in tiers),
+            file_written_bytes=sum(tier.file_written_bytes for tier in tiers),
+            num_lent=sum(pool.num_lent for pool in pools),
+        )
+
+    def check(self) -> None:
+        """Verify the laws of all pools."""
+        for pool in self._pools.values():
+            pool.check()
+
+    def close(self) -> None:
+        """Forget everything and give all memory back; may be called again."""
+        self.reset()  # type: ignore[no-untyped-call]
+        for pool in self._pools.values():
+            pool.close()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.pool = None
+        self._pools.clear()
+        self._siblings.clear()
+        self._lanes.clear()
+
+
+def is_paged(layer: Any) -> bool:
+    """Whether a layer of transformers' own grows with the sequence, and is plain enough to lie in pages."""
+    return type(layer) is DynamicLayer
+
+
+def weak(pool_for: PoolFor) -> PoolFor:
+    """The same without keeping the cache alive: a cycle would leave its memory taken until the next collection."""
+    method: weakref.WeakMethod[Any] = weakref.WeakMethod(pool_for)
+
+    def call(keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
+        bound = method()
+        assert bound is not None
+        found: tuple[Pool, list[BlockTable]] = bound(keys, values)
+        return found
+
+    return call

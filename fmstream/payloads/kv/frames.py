@@ -1,0 +1,302 @@
+"""Frames of fast memory and the pages in them: recall, spill, and who refers to a page."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fmstream.core.freeruns import FreeRuns
+from fmstream.core.order import Lane, Places
+from fmstream.core.pages import ABSENT, LOADING, RESIDENT, SPILLING, PageTable
+from fmstream.device.lanes import Lanes
+from fmstream.payloads.kv.blocks import Ids, runs
+from fmstream.payloads.kv.tiers import Tiers
+
+
+@dataclass(slots=True)
+class PageCounts:
+    """Pages that were recalled, written home, and dropped because a good copy was at home."""
+
+    recalled: int = 0
+    spilled: int = 0
+    dropped: int = 0
+
+
+class Frames:
+    """Moves pages between frames and their homes.  All is enqueued: the host waits only for what goes through a file.
+
+    A spill is a transaction: the page keeps its frame while it is being written home.  Once the copy is enqueued the
+    frame can be taken, for whoever takes it waits in order for the copy, and so does whoever reads the home.  A page is
+    dropped only if its home holds the same.
+
+    Attributes:
+        memory: the frames, uint8 [n, page_bytes].
+        num_frames: frames that may be used, from the first.
+        make_room: asked to let so many pages leave their frames; how many did.
+    """
+
+    def __init__(self, lanes: Lanes, tiers: Tiers, memory: torch.Tensor, make_room: Callable[[int], int]) -> None:
+        self.lanes = lanes
+        self.tiers = tiers
+        self.memory = memory
+        self.num_frames = len(memory)
+        self.make_room = make_room
+        self.table = PageTable(0, self.num_frames)
+        self.refs = np.zeros(0, np.int32)
+        self.counts = PageCounts()
+        self._free_ids = FreeRuns()
+        self._places = Places(self.num_frames, lanes)
+        self._spilling: list[tuple[int, int, int]] = []
+        """Runs that are being written home: (first page, count, point of the lane OUT)."""
+
+    # Pages
+
+    def new(self, count: int) -> Ids:
+        """Absent pages with one reference each, of consecutive numbers where possible."""
+        found: list[Ids] = [np.empty(0, np.int32)]
+        while count:
+            run = self._free_ids.take(count)
+            if run is None:
+                old = self.table.num_pages
+                self.table.grow(max(64, 2 * old, old + count))
+                self.refs = np.pad(self.refs, (0, self.table.num_pages - old))
+                self._free_ids.give(old, self.table.num_pages - old)
+                continue
+            found.append(np.arange(run[0], run[0] + run[1], dtype=np.int32))
+            count -= run[1]
+        pages = np.concatenate(found)
+        self.refs[pages] = 1
+        return pages
+
+    def share(self, pages: Ids) -> None:
+        """Add a reference for each time a page occurs."""
+        np.add.at(self.refs, pages.ravel(), 1)
+
+    def release(self, pages: Ids) -> None:
+        """Take a reference for each time a page occurs; what nobody refers to is forgotten, wherever it lies."""
+        np.subtract.at(self.refs, pages.ravel(), 1)
+        gone = np.unique(pages)
+        gone = gone[self.refs[gone] == 0]
+        self._end_spills(gone)
+        self.vacate(gone)
+        homes = self.table.home[gone]
+        for _, home, count in runs(homes[homes >= 0]):
+            self.tiers.give(home, count)
+        self.table.home[gone] = -1
+        for _, start, count in runs(gone):
+            self._free_ids.give(start, count)
+
+    def vacate(self, pages: Ids) -> None:
+        """Let pages leave their frames, whatever is in them."""
+        state = self.table.state[pages]
+        self.table.dirty[pages] = False
+        for _, start, count in runs(pages[state == LOADING]):
+            self.table.cancel(start, count)
+        for _, start, count in runs(pages[state == RESIDENT]):
+            self.table.evict(start, count)
+
+    # Frames
+
+    def claim(self, lane: Lane, frame: int, count: int) -> None:
+        """Let a lane use frames, behind what every other lane does with them."""
+        self._places.claim(lane, frame, count)
+
+    def num_free(self) -> int:
+        """Frames that can be taken without a page having to leave."""
+        free = int(np.count_nonzero(self.table.owner[: self.num_frames] == -1))
+        return free + sum(count for _, count, _ in self._spilling)
+
+    def take(self, wanted: int, *, staying: bool = False) -> tuple[int, int]:
+        """Consecutive free frames, up to ``wanted``: (first, count).  Pages leave where there are none.
+
+        For pages that stay they are the first, for others the last, so that those do not lie between these.
+        """
+        while True:
+            free = self.table.owner[: self.num_frames] == -1
+            first, count = _longest(free if staying else free[::-1], wanted)
+            if count:
+                return first if staying else self.num_frames - first - count, count
+            if self._spilling:
+                self._hand_over(self._spilling.pop(0))
+            elif not self.make_room(wanted):
+                raise AssertionError(f"all {self.num_frames} frames are pinned")
+
+    def fill(self, start: int, count: int, *, staying: bool) -> tuple[int, int]:
+        """Frames for absent pages of consecutive numbers, up to ``count``, that the compute lane writes next."""
+        self._end_spills(np.arange(start, start + count, dtype=np.int32))
+        frame, count = self.take(count, staying=staying)
+        self.table.load(start, count, frame)
+        self.table.ready(start, count)
+        return frame, count
+
+    # Spill
+
+    def evict(self, pages: Ids) -> None:
+        """Resident pages leave their frames: dirty ones for their homes, the others for nowhere."""
+        dirty = self.table.dirty[pages]
+        for _, start, count in runs(pages[~dirty]):
+            self.table.evict(start, count)
+            self.counts.dropped += count
+        for _, start, count in runs(pages[dirty]):
+            self._spill(start, count)
+
+    def _spill(self, start: int, count: int) -> None:
+        """Write resident pages of consecutive numbers home."""
+        table, end = self.table, start + count
+        while start < end:
+            frame, home = int(table.frame[start]), int(table.home[start])
+            count = _steps(table.frame[start:end])
+            count = (
+                _steps(table.home[start : start + count])
+                if home >= 0
+                else _first(table.home[start : start + count] >= 0)
+            )
+            is_new = home < 0
+            if is_new:
+                home, count = self.tiers.take(count)
+            try:
+                self.claim(Lane.OUT, frame, count)
+                self.tiers.write(self.memory[frame : frame + count], home)
+            except BaseException:
+                if is_new:
+                    self.tiers.give(home, count)
+                raise
+            table.spill(start, count)
+            table.home[start : start + count] = np.arange(home, home + count)
+            self._spilling.append((start, count, self.lanes.upcoming(Lane.OUT)))
+            self.lanes.point(Lane.OUT)
+            self.counts.spilled += count
+            start += count
+
+    def _hand_over(self, spilling: tuple[int, int, int]) -> None:
+        """The frames of pages that are being written home are free: whoever takes one waits for the copy."""
+        start, count, _ = spilling
+        self.table.spilled(start, count)
+
+    def _end_spills(self, pages: Ids) -> None:
+        """As far as the table goes, none of these pages is being written home any more."""
+        if self._spilling and (self.table.state[pages] == SPILLING).any():
+            for spilling in self._spilling:
+                self._hand_over(spilling)
+            self._spilling.clear()
+
+    def retire(self) -> None:
+        """Free the frames of pages that have come home."""
+        while self._spilling and self.lanes.has_passed(Lane.OUT, self._spilling[0][2]):
+            self._hand_over(self._spilling.pop(0))
+
+    def give_up(self, first: int) -> None:
+        """Use only the frames before ``first`` from now on; the compute lane may write to the others."""
+        inside = self.table.owner[first : self.num_frames]
+        inside = np.sort(inside[inside >= 0])
+        self._end_spills(inside)
+        state = self.table.state[inside]
+        self.vacate(inside[state == LOADING])
+        self.evict(inside[state == RESIDENT])
+        self._end_spills(inside)
+        if first < self.num_frames:
+            self.claim(Lane.COMPUTE, first, self.num_frames - first)
+            self.num_frames = first
+
+    # Recall
+
+    def recall(self, pages: Ids) -> None:
+        """Enqueue the copies of pages that are in no frame; room is made for them."""
+        self._end_spills(pages)
+        for _, start, count in runs(pages[self.table.state[pages] == ABSENT]):
+            while count:
+                done = self._recall_run(start, count)
+                start, count = start + done, count - done
+
+    def _recall_run(self, start: int, count: int) -> int:
+        """Enqueue the copy of the first of some absent pages of consecutive numbers; how many."""
+        home = int(self.table.home[start])
+        assert home >= 0, f"page {start} lies nowhere"
+        frame, count = self.take(_steps(self.table.home[start : start + count]))
+        self.claim(Lane.IN, frame, count)
+        self.tiers.read(home, self.memory[frame : frame + count])
+        self.table.load(start, count, frame)
+        self.lanes.point(Lane.IN)
+        self.counts.recalled += count
+        return count
+
+    @contextlib.contextmanager
+    def holding(self, pages: Ids) -> Iterator[None]:
+        """Keep pages in frames for the body: what is in none is recalled, what is on its way is waited for in order."""
+        table, pinned = self.table, []
+        self._end_spills(pages)
+        for _, start, count in runs(pages[table.state[pages] == LOADING]):
+            table.ready(start, count)
+        try:
+            state = table.state[pages]
+            for _, start, count in runs(pages[state == RESIDENT]):
+                table.pin(start, count)
+                pinned.append((start, count))
+            for _, start, count in runs(pages[state == ABSENT]):
+                while count:
+                    done = self._recall_run(start, count)
+                    table.ready(start, done)
+                    table.pin(start, done)
+                    pinned.append((start, done))
+                    start, count = start + done, count - done
+            yield
+        finally:
+            for start, count in pinned:
+                table.unpin(start, count)
+
+    # Books
+
+    def become(self, memory: torch.Tensor) -> None:
+        """Use other memory, with the frames of the old one, as far as they were used, copied to its beginning.
+
+        No frame of the old one may be used where the new one has fewer.
+        """
+        count = min(self.num_frames, len(memory))
+        num_frames = len(memory)
+        if (self.table.owner >= 0).any():
+            self.claim(Lane.COMPUTE, 0, count)
+            memory[:count].copy_(self.memory[:count])
+        self.table.resize(num_frames)
+        self._places = Places(num_frames, self.lanes)
+        self.claim(Lane.COMPUTE, 0, num_frames)
+        self.memory, self.num_frames = memory, num_frames
+
+    def check(self, held: Ids) -> None:
+        """Verify the laws of the table and the tiers; ``held`` are all pages that block tables refer to, each time."""
+        self.table.check()
+        self.tiers.check()
+        refs = np.bincount(held, minlength=self.table.num_pages)
+        assert (refs == self.refs).all(), "references do not add up"
+        nowhere = (refs > 0) & (self.table.state == ABSENT) & (self.table.home < 0)
+        assert not nowhere.any(), f"page {int(np.argmax(nowhere))} lies nowhere"
+        assert int(np.count_nonzero(refs)) + self._free_ids.num_free == self.table.num_pages
+        homes = self.table.home[self.table.home >= 0]
+        assert len(np.unique(homes)) == len(homes) == sum(self.tiers.counts()[:2]), "homes do not add up"
+        assert not (self.table.owner[self.num_frames :] >= 0).any(), "a page lies where layers are put together"
+        assert not self.table.pins.any(), "a page is still pinned"
+
+
+def _steps(numbers: NDArray[Any]) -> int:
+    """How many numbers from the first on are consecutive."""
+    return _first(numbers != numbers[0] + np.arange(len(numbers)))
+
+
+def _longest(flags: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
+    """The first run of ``wanted`` flags that are set, else the longest: (first, count)."""
+    edges = np.flatnonzero(np.diff(flags.view(np.int8), prepend=np.int8(0), append=np.int8(0)))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    at = int(np.argmax(np.minimum(lengths, wanted)))
+    return int(edges[2 * at]), min(wanted, int(lengths[at]))
+
+
+def _first(flags: NDArray[np.bool_]) -> int:
+    """Index of the first flag that is set, or their number."""
+    return int(np.argmax(flags)) if flags.any() else len(flags)

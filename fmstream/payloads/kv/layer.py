@@ -1,0 +1,176 @@
+"""One layer of a paged cache, as transformers sees it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmstream.errors import ConfigError
+from fmstream.payloads.kv.blocks import BlockTable
+from fmstream.payloads.kv.compat import CacheLayerMixin, length_of_query, length_to_keep
+from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.sizing import Sizing
+
+PoolFor = Callable[[torch.Tensor, torch.Tensor], tuple[Pool, list[BlockTable]]]
+"""The pool for keys and values of such shapes, and the layers of the cache that are in it, in order."""
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer with full attention whose keys and values lie in pages; it behaves as ``DynamicLayer``.
+
+    What `update` returns is where the layer was put together: it is right until the next layer's `update`, and for as
+    long as somebody holds it.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, pool_for: PoolFor, sizing: Sizing) -> None:
+        self._pool_for = pool_for
+        self._sizing = sizing
+        self.pool: Pool | None = None
+        self.block = BlockTable()
+        self._siblings: list[BlockTable] = []
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    # What DynamicLayer keeps as tensors is put together when it is asked for.
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, [batch, heads, tokens, dim]."""
+        return self._together()[0] if self.block.length else None
+
+    @keys.setter
+    def keys(self, _: Any) -> None:
+        pass  # the base class clears it
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, [batch, heads, tokens, dim]."""
+        return self._together()[1] if self.block.length else None
+
+    @values.setter
+    def values(self, _: Any) -> None:
+        pass  # the base class clears it
+
+    def _together(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.pool is not None
+        self.pool.enter(self.block)
+        with torch.no_grad():
+            return self.pool.together(self.block)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Find the pool for keys and values of this shape."""
+        self.device, self.dtype = key_states.device, key_states.dtype
+        if self.pool is None:
+            self.join(*self._pool_for(key_states, value_states))
+        self.is_initialized = True
+
+    def join(self, pool: Pool, siblings: list[BlockTable]) -> None:
+        """Be a layer of a pool until this is dropped."""
+        self.pool, self._siblings = pool, siblings
+        siblings.append(self.block)
+        pool.layers.append(self.block)
+        # The pool may be at work when this is collected: it looks at who left when it is used next.
+        weakref.finalize(self, pool.left.append, self.block).atexit = False
+
+    def fork(self, pool_for: PoolFor, siblings: list[BlockTable]) -> PagedLayer:
+        """A layer of the same content, whose pages are shared until either writes to them."""
+        other = PagedLayer(pool_for, self._sizing)
+        if self.pool is not None:
+            other.device, other.dtype, other.is_initialized = self.device, self.dtype, self.is_initialized
+            other.block = self.block.copy()
+            self.pool.frames.share(other.block.pages)
+            other.join(self.pool, siblings)
+        return other
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values; returns all of them, contiguous.
+
+        Raises:
+            ConfigError: a gradient would have to flow through the cache.
+            MemoryBudgetError: there is no room in any tier; the layer is as before.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ConfigError("keys and values in pages have no gradients: call the model under torch.no_grad()")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.pool is not None
+        pool, begin, siblings = self.pool, self.block.length, self._siblings
+        sequences, end = key_states.shape[0], begin + key_states.shape[-2]
+        pool.enter(self.block)
+        with torch.no_grad():
+            if siblings[0] is self.block:
+                self._sizing.adjust(pool, sequences, end)
+            keys, values = pool.assemble(self.block, sequences, end)
+            keys[:, :, begin:].copy_(key_states)
+            values[:, :, begin:].copy_(value_states)
+            pool.store(self.block, keys, values)
+            pool.prefetch(siblings[(siblings.index(self.block) + 1) % len(siblings)])
+        return keys, values
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Length and offset of the keys that the mask is for."""
+        return self.block.length + length_of_query(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Tokens that are stored."""
+        return self.block.length
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit but memory."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before 5.18
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.is_initialized = False
+        if self.pool is not None:
+            self.pool.frames.release(self.block.clear())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens."""
+        length = length_to_keep(tokens_to_remove, self.block.length)
+        if length < self.block.length:
+            assert self.pool is not None
+            self.block.length = length
+            self.pool.frames.release(self.block.cut(self.pool.shape.pages(length)))
+
+    def _choose(self, sequences: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        if self.pool is None or not self.block.length:
+            return
+        before = self.block.pages.copy()
+        self.block.choose(sequences)
+        self.pool.frames.share(self.block.pages)
+        self.pool.frames.release(before)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put other sequences in place of those that are there, by index [batch]; pages are shared, not copied."""
+        self._choose(_on_host(beam_idx))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only some sequences: by index, or a mask."""
+        chosen = indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
+        self._choose(np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen.astype(np.int64))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let each sequence be there ``repeats`` times; pages are shared, not copied."""
+        self._choose(np.repeat(np.arange(self.block.num_sequences), repeats))
+
+    def offload(self) -> None:
+        """Nothing: pages come and go by themselves."""
+
+    def prefetch(self) -> None:
+        """Nothing: pages come and go by themselves."""
+
+
+def _on_host(index: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    found: np.ndarray[Any, np.dtype[np.int64]] = index.detach().cpu().numpy().astype(np.int64)
+    return found

@@ -1,0 +1,76 @@
+"""How large a pool is: as given, or as large as is needed and as the device's free memory allows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final, NamedTuple
+
+from fmstream.device.lanes import Lanes
+from fmstream.errors import MemoryBudgetError
+from fmstream.payloads.kv.pool import HEADROOM, Pool
+from fmstream.payloads.kv.shape import PageShape
+
+GROWTH: Final = 1.5
+"""A pool that grows gets more than is needed now, so that it does not have to grow soon again."""
+RELIEF: Final = 1 / 8
+"""A pool that gives memory back gives this part more, for the same reason."""
+
+
+class Sizing(NamedTuple):
+    """What a pool may take.
+
+    Attributes:
+        max_pages: its size; None lets it grow with the sequences.
+        threshold_bytes: free memory of the device below which pages leave it.
+        num_layers: layers that will be in it.
+    """
+
+    max_pages: int | None
+    threshold_bytes: int
+    num_layers: int
+
+    def first(self, lanes: Lanes, shape: PageShape, sequences: int, num_tokens: int) -> int:
+        """Pages of a new pool."""
+        if self.max_pages is not None:
+            return self.max_pages
+        in_layer = sequences * shape.pages(num_tokens)
+        wanted = int((self.num_layers + 1) * in_layer * GROWTH) + sequences
+        return max(in_layer, min(wanted, self._allowed(lanes, shape, wanted)))
+
+    def adjust(self, pool: Pool, sequences: int, num_tokens: int) -> None:
+        """Before a pass that will hold ``num_tokens`` of each sequence: make the pool larger or smaller.
+
+        Raises:
+            MemoryBudgetError: pages have to leave the device, and no tier has room.
+        """
+        if self.max_pages is not None and not self.threshold_bytes:
+            return
+        shape, lanes = pool.shape, pool.lanes
+        in_layer = sequences * shape.pages(num_tokens)
+        smallest = in_layer + int(in_layer * HEADROOM)
+        available = lanes.available_bytes()
+        if available is not None and available < self.threshold_bytes:
+            less = -(-(self.threshold_bytes - available) // shape.num_bytes) + int(pool.max_pages * RELIEF)
+            wanted = max(smallest, pool.max_pages - less)
+            if wanted < pool.max_pages:
+                pool.resize(wanted)
+        elif self.max_pages is None:
+            wanted = max(len(pool.layers), self.num_layers) * in_layer + smallest
+            if wanted > pool.max_pages:
+                self._grow(pool, int(wanted * GROWTH))
+        elif pool.max_pages < self.max_pages:
+            self._grow(pool, self.max_pages)
+        if self.max_pages is None and pool.max_pages < in_layer:
+            pool.resize(int(smallest * GROWTH), emptied=True)
+
+    def _grow(self, pool: Pool, wanted: int) -> None:
+        """Make the pool larger, as far as there is memory; where that is little it is not worth the copies."""
+        wanted = min(wanted, self._allowed(pool.lanes, pool.shape, wanted))
+        if wanted > pool.max_pages * (1 + RELIEF):
+            with contextlib.suppress(MemoryBudgetError):  # in pieces too small: then pages leave
+                pool.resize(wanted)
+
+    def _allowed(self, lanes: Lanes, shape: PageShape, wanted: int) -> int:
+        """Pages for which the device has free memory now."""
+        available = lanes.available_bytes()
+        return wanted if available is None else max(0, available - self.threshold_bytes) // shape.num_bytes
