@@ -86,6 +86,6 @@ def kernel_build(system: System, gpu: Gpu) -> Result:
         return warn(
             f"NVRTC does not build for {architecture}: {build}",
             f"machine code for {architecture}",
-            "pip install 'fmstream-runtime[cuda]'; until then PyTorch's operations take the kernels' place, more slowly",
+            "pip install 'fmstream-runtime[cuda]'; until then PyTorch's operations do it, more slowly",
         )
     return ok(f"{build.compiler} built {', '.join(build.sources)} for {architecture}")
