@@ -118,7 +118,7 @@ def _memory(system: System) -> str:
 
 def _card(gpu: Gpu) -> str:
     parts = [gpu.name]
-    memory = Unread("no library") if gpu.nvml is None else gpu.nvml.memory
+    memory = Unread("NVIDIA's library does not answer for it") if gpu.nvml is None else gpu.nvml.memory
     if not isinstance(memory, Unread):
         parts.append(format_bytes(memory.total))
     elif gpu.torch is not None:

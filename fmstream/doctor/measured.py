@@ -142,7 +142,7 @@ def put_under_load(gpu: Gpu, probes: Probes) -> Load:
 
 
 def _replays(gpu: Gpu) -> int | Unread:
-    return Unread("no library") if gpu.nvml is None else gpu.nvml.replays
+    return Unread("NVIDIA's library does not answer for it") if gpu.nvml is None else gpu.nvml.replays
 
 
 def correctable_errors(gpu: Gpu) -> dict[str, int]:

@@ -33,7 +33,7 @@ def device_memory(system: System, gpu: Gpu) -> Result:
     """What is free on the card, and who holds the rest."""
     if gpu.torch is not None and gpu.torch.is_integrated:
         return not_here("shares the host's memory")
-    memory = Unread("no library") if gpu.nvml is None else gpu.nvml.memory
+    memory = Unread("NVIDIA's library does not answer for it") if gpu.nvml is None else gpu.nvml.memory
     if isinstance(memory, Unread):
         if gpu.torch is not None and gpu.torch.total_bytes:
             return info(f"{format_bytes(gpu.torch.total_bytes)} in all, by torch; what is free is not told: {memory}")
@@ -57,7 +57,7 @@ def _rest(memory: DeviceMemory) -> str:
 
 
 def _holders(gpu: Gpu) -> str:
-    processes = Unread("no library") if gpu.nvml is None else gpu.nvml.process_bytes
+    processes = Unread("NVIDIA's library does not answer for it") if gpu.nvml is None else gpu.nvml.process_bytes
     context = "each process takes 200 to 700 MB for its context, before it allocates anything"
     if isinstance(processes, Unread) or not processes:
         return context

@@ -167,7 +167,7 @@ def driver_model(system: System, gpu: Gpu) -> Result:
     """Who manages the card's memory on Windows."""
     if not (system.is_windows or system.is_wsl):
         return not_here("of Windows only")
-    model = Unread("no library") if gpu.nvml is None else gpu.nvml.driver_model
+    model = Unread("NVIDIA's library does not answer for it") if gpu.nvml is None else gpu.nvml.driver_model
     name = MODELS.get(model, f"model {model}") if not isinstance(model, Unread) else None
     if name is None and not isinstance(system.windows, Unread):
         name = system.windows.driver_models.get(gpu.address or "")

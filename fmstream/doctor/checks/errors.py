@@ -23,7 +23,7 @@ RESEAT: Final = "reseat the card; try another slot, cable or riser"
 @per_card(16, "replays", TOPIC)
 def replays(system: System, gpu: Gpu) -> Result:
     """How many packets had to be sent again."""
-    count = Unread("no library") if gpu.nvml is None else gpu.nvml.replays
+    count = Unread("NVIDIA's library does not answer for it") if gpu.nvml is None else gpu.nvml.replays
     if isinstance(count, Unread):
         return unknown(str(count))
     load = system.load(gpu)

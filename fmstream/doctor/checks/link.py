@@ -186,7 +186,7 @@ def runtime_power(system: System, gpu: Gpu) -> Result:
 @per_card(20, "BAR1", TOPIC)
 def bar1(system: System, gpu: Gpu) -> Result:
     """How much of the card's memory the host can see at once; says nothing about how much memory there is."""
-    window = Unread("no library") if gpu.nvml is None else gpu.nvml.bar1_bytes
+    window = Unread("NVIDIA's library does not answer for it") if gpu.nvml is None else gpu.nvml.bar1_bytes
     if isinstance(window, Unread) and gpu.pci is not None and gpu.is_nvidia:
         window = gpu.pci.bar_bytes(BAR1)
     if isinstance(window, Unread):
