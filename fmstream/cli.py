@@ -16,6 +16,8 @@ from fmstream.errors import ConfigError, FmstreamError
 if TYPE_CHECKING:
     from fmstream.report import Report
 
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 EXAMPLES = """\
 examples:
   fmstream run --memory 6GiB generate.py   run a script; its models stream, it stays as it is
@@ -23,6 +25,8 @@ examples:
   fmstream report report.json --json       the same as JSON, for other programs
   fmstream report report.json --png r.png  draw its steps, bounds and link times
   fmstream plan svd --gpu rtx4070-laptop   what streaming would give; needs neither model nor card
+  fmstream doctor --path MODEL             look at link, card, memory and builds; say what to do
+  fmstream env                             versions and hardware, for a bug report
   fmstream policies                        list the policies that policy= accepts
 
 A report is what fmstream run --report report.json writes, and result.report.save("report.json").
@@ -30,7 +34,7 @@ A report is what fmstream run --report report.json writes, and result.report.sav
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, or 2 for an input that cannot be used."""
+    """Run the command and return its exit status: 0, 1 if a check failed, 2 for an input that cannot be used."""
     given = list(sys.argv[1:] if argv is None else argv)
     own, passed_on = _split(given)
     parser = _make_parser()
@@ -98,6 +102,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_plan_options(plan)
     plan.set_defaults(handler=_plan)
 
+    _add_doctor(commands)
     policies = commands.add_parser("policies", help="list the policies", description="List the policies.")
     policies.set_defaults(handler=_policies)
     return parser
@@ -110,6 +115,28 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a TOML file with these and all other options")
     parser.add_argument("--progress", action="store_true", default=None, help="show the progress on the terminal")
     parser.add_argument("--report", metavar="FILE", help="save the report there, as JSON")
+
+
+def _add_doctor(commands: _Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what slows or breaks runs on this machine",
+        description="Examine driver, builds, link, card and memory. What cannot be read is UNKNOWN, not a failure; the "
+        "exit status is 1 if anything failed. Changes no setting. Cards are put under load for some seconds.",
+    )
+    doctor.add_argument("--path", metavar="MODEL", help="the model that is to run: its file or folder")
+    doctor.add_argument("--memory", metavar="SIZE", help="fast memory that it is to be given, such as 6GiB")
+    doctor.add_argument("--pinned", metavar="SIZE", help="host memory that is to be pinned; all weights if left out")
+    doctor.add_argument("--no-load", action="store_true", help="put no card under load: read, try out nothing")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    doctor.set_defaults(handler=_doctor)
+    env = commands.add_parser(
+        "env",
+        help="versions and hardware, for a bug report",
+        description="Print versions and hardware, to paste into a bug report. Names no user, no host, no home folder.",
+    )
+    env.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    env.set_defaults(handler=_env)
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -234,6 +261,24 @@ def _plan(options: argparse.Namespace) -> int:
         save_plan_png(page, folder / "plan.png")
     print(page.to_json() if options.json else render_plan(page))
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fmstream.doctor.command import run_doctor
+
+    return run_doctor(
+        path=options.path,
+        memory=options.memory,
+        pinned=options.pinned,
+        loads=not options.no_load,
+        as_json=options.json,
+    )
+
+
+def _env(options: argparse.Namespace) -> int:
+    from fmstream.doctor.command import run_env
+
+    return run_env(as_json=options.json)
 
 
 def _policies(options: argparse.Namespace) -> int:

@@ -50,13 +50,15 @@ MISSING: Final = Missing.MISSING
 """Default of an option that the caller has not given, where None is a value."""
 
 
-def parse_size(value: SupportsIndex | str, *, of: int | None = None, name: str = "size") -> int:
+def parse_size(
+    value: SupportsIndex | str, *, of: int | None = None, name: str = "size", whole: str = "the weights"
+) -> int:
     """Return the bytes that ``value`` stands for.
 
     Args:
         value: bytes as an integer, or text: "512MB" (decimal), "6GiB" (binary), "50%" of ``of``.
         of: bytes that a percentage refers to; None where percentages make no sense.
-        name: the option, for the message.
+        name: the option, and ``whole`` what a percentage refers to, for the message.
 
     Raises:
         ConfigError: it is no size, not positive, or a percentage that is out of place or over 100.
@@ -77,7 +79,8 @@ def parse_size(value: SupportsIndex | str, *, of: int | None = None, name: str =
     if of is None:
         raise ConfigError(f"{name}={value!r}: a percentage is of the weights, so only memory takes one; give bytes")
     if not 0 < number <= 100:
-        raise ConfigError(f"{name}={value!r} is not within 0% to 100% of the weights; memory=None sets no limit")
+        more = "; memory=None sets no limit" if name == "memory" else ""
+        raise ConfigError(f"{name}={value!r} is not within 0% to 100% of {whole}{more}")
     return int(number * of / 100)
 
 

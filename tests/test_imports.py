@@ -19,7 +19,7 @@ LAYERS = [
     {"device", "emulator"},
     {"actors"},
     {"payloads", "report"},
-    {"doors", "cli", "__init__", "__main__"},
+    {"doors", "doctor", "cli", "__init__", "__main__"},
 ]
 RANKS = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 DOORS = LAYERS[-1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import torch
 
 from fmstream.device.accelerator import Accelerator
@@ -34,3 +37,15 @@ def open_device(name: str | torch.device | None) -> Device:
             f"use '{device.type}:0'"
         )
     return Accelerator(device)
+
+
+def device_name(device: Device) -> str:
+    """What the maker calls a device: the card, or for the CPU the processor."""
+    if isinstance(device, Accelerator):
+        return str(device.module.get_device_properties(device.torch_device).name)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
