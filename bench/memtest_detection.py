@@ -29,7 +29,7 @@ FAULTS: Final = 2000
 BATCH: Final = 1000
 """Memories in step under one seed."""
 SOUND: Final = 1000
-SOUND_BATCH: Final = 50
+SOUND_BATCH: Final = 100
 CHUNKS: Final = 8
 """Launches for one pass over a simulated memory."""
 CONTRAST: Final = "deadbeef"
@@ -41,7 +41,7 @@ def run(place: Workplace) -> Findings:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return measure(place, num_words=512 if place.quick else 4096)
+        return measure(place, num_words=256 if place.quick else 2048)
     finally:
         torch.set_num_threads(before)
 

@@ -26,6 +26,7 @@ examples:
   fmstream report report.json --png r.png  draw its steps, bounds and link times
   fmstream plan svd --gpu rtx4070-laptop   what streaming would give; needs neither model nor card
   fmstream doctor --path MODEL             look at link, card, memory and builds; say what to do
+  fmstream memtest --size 2GiB             write patterns to memory and read them back
   fmstream env                             versions and hardware, for a bug report
   fmstream policies                        list the policies that policy= accepts
 
@@ -130,6 +131,20 @@ def _add_doctor(commands: _Commands) -> None:
     doctor.add_argument("--no-load", action="store_true", help="put no card under load: read, try out nothing")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
     doctor.set_defaults(handler=_doctor)
+    memtest = commands.add_parser(
+        "memtest",
+        help="write patterns to memory and read them back",
+        description="Test the memory of a card or of the host. Errors are a fault somewhere on the memory path. The "
+        "exit status is 1 with errors; Ctrl-C ends it with what it has found.",
+    )
+    memtest.add_argument("--device", metavar="DEVICE", help='"cpu", "cuda", "cuda:1"; the CUDA card where there is one')
+    memtest.add_argument("--size", metavar="SIZE", help='such as 2GiB, or "80%%" of the free memory')
+    memtest.add_argument("--patterns", metavar="NAMES", help="by name, with commas between; 4 if left out")
+    memtest.add_argument("--rounds", type=int, metavar="N", help="how often to go through all patterns; 2 if left out")
+    memtest.add_argument("--seed", type=int, metavar="N", help="of the random patterns; drawn if left out")
+    memtest.add_argument("--time-limit", type=float, metavar="SECONDS", help="end then with what was found")
+    memtest.add_argument("--json", action="store_true", help="print JSON instead of text")
+    memtest.set_defaults(handler=_memtest)
     env = commands.add_parser(
         "env",
         help="versions and hardware, for a bug report",
@@ -261,6 +276,20 @@ def _plan(options: argparse.Namespace) -> int:
         save_plan_png(page, folder / "plan.png")
     print(page.to_json() if options.json else render_plan(page))
     return 0
+
+
+def _memtest(options: argparse.Namespace) -> int:
+    from fmstream.doctor.memtest_page import run_command
+
+    return run_command(
+        options.device,
+        options.size,
+        options.patterns,
+        options.rounds,
+        options.seed,
+        options.time_limit,
+        options.json,
+    )
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ Two addresses that differ in one bit are never of the same class, and others are
 unless they are a multiple of 105 words apart.
 """
 ROTATIONS: Final = 8
-SEEDS: Final = 24
+SEEDS: Final = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ PATTERNS: Final[dict[str, Pattern]] = {
     for pattern in (
         Pattern("own-address", "each word holds its own address, then the complement", 2, False, _own_address),
         Pattern("rotating", "the address, turned by a number of bits that goes on", 2 * ROTATIONS, True, _rotating),
-        Pattern("inversions", "32-bit moving inversions: one bit walks, is turned and turned back", 96, False, _inversions),
+        Pattern("inversions", "32-bit moving inversions: one bit walks, turns and turns back", 96, False, _inversions),
         Pattern("random", "random words, then their complements in classes of addresses", 2 * SEEDS, True, _random),
         Pattern("walking", "8-bit moving inversions: the same walking bit in every byte", 24, False, _walking),
         Pattern("modulo-20", "one word of 20, and the complement around it afterwards", 20, False, _modulo),

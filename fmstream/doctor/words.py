@@ -24,8 +24,8 @@ Marks = Callable[[Numbers], NDArray[np.uint32]]
 class Words:
     """A block of words that recurs, each time under other marks.
 
-    Word ``i`` is ``block[i % n] ^ marks(i // n)[i % p]`` for a block of ``n`` words and ``p`` marks to each block; ``p``
-    divides ``n``.  One exclusive or makes a chunk of any pattern, so that a pass is as fast as the memory.
+    Word ``i`` is ``block[i % n] ^ marks(i // n)[i % p]`` for a block of ``n`` words and ``p`` marks to each block;
+    ``p`` divides ``n``.  One exclusive or makes a chunk of any pattern, so that a pass is as fast as the memory.
 
     Args:
         block: the words as unsigned 32-bit integers.
@@ -54,13 +54,16 @@ class Words:
             self._block = self._block.to(device)
         length = self._block.numel()
         first, last = start // length, (start + count - 1) // length
+        within = start - first * length
         numbers = np.arange(first, last + 1, dtype=np.int64)
         if self._marks is None:
             whole = self._block.expand(numbers.size, length)
         else:
             marks = torch.from_numpy(np.ascontiguousarray(self._marks(numbers)).view(np.int32)).to(device)
+            if first == last and marks.numel() == 1:
+                return self._block[within : within + count] ^ marks[0]
             whole = self._block.view(1, -1, marks.shape[1]) ^ marks.unsqueeze(1)
-        return whole.reshape(-1)[start - first * length :][:count]
+        return whole.reshape(-1)[within : within + count]
 
 
 def own_address() -> Words:

@@ -152,8 +152,8 @@ def hide(master: Master) -> None:
         return
     if master.device.type == "cpu":
         shown.show(master.memory())
-    # References: the master's, the part's (it remembers what it showed), this frame's, and that of `getrefcount`.  It is no
-    # argument of a call: such a one counts once more where a compiler follows the calls of this thread.
+    # References: the master's, the part's (it remembers what it showed), this frame's, and that of `getrefcount`.
+    # It is no argument of a call: such a one counts once more where a compiler follows the calls of this thread.
     elif shown._use_count() == 1 and sys.getrefcount(shown) <= 4:  # type: ignore[attr-defined]
         shown.show(torch.empty(0, dtype=master.dtype, device=master.device))
     else:
