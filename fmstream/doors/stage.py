@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
@@ -104,10 +105,11 @@ class Staged(Iterator[Tensor], AsyncIterator[Tensor]):
         return self
 
     async def __anext__(self) -> Tensor:
-        """The next window; the event loop goes on while it is gathered."""
+        """The next window; the event loop goes on while it is gathered, and has a turn even if that was done before."""
         try:
             if not self._closed:
                 self._begin_ahead()
+                await asyncio.sleep(0)
                 for ticket in self._begun[0][0].tickets() if self._begun else ():
                     await ticket
             return next(self)
