@@ -310,3 +310,17 @@ def test_budget_of_a_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least memory of a module is that of its layers and two rows, not that of its table."""
     monkeypatch.setattr(embeddings, "MIN_TABLE_BYTES", 1)
     assert budget(Alone(), 0.0) < 5000 * 48 * 4 / 10
+
+
+@pytest.mark.parametrize("execution", ORDERS)
+def test_windows_that_are_dropped_on_the_way_leave_no_copy_from_memory_that_is_gone(execution: Any) -> None:
+    machine = fresh(execution)
+    table = table_of(1000, 24).to(torch.float32)
+    for rows in fmstream.stage(table, range(1000), 4, device=here.name):
+        first = on_host(rows)[0]
+        break
+    del rows
+    gc.collect()
+    here.check()
+    assert torch.equal(first, table[:4])
+    assert machine.pinned.charged_bytes == 0
