@@ -248,7 +248,7 @@ def flash_options(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[st
         ConfigError: a key is unknown, or the file cannot be read or has no such object.
     """
     source = "flash_memory_config"
-    if not isinstance(config, Mapping):
+    if isinstance(config, str | os.PathLike):
         source = f"{source} of {os.fspath(config)}"
         document = _read_json(Path(config))
         if "flash_memory_config" not in document:

@@ -30,6 +30,11 @@ def in_place(frame: Tensor, turn: Turn) -> Tensor:
     return frame.mul_(0.75).add_(turn.item * 0.5).add_(turn.round)
 
 
+def writes_and_returns_nothing(frame: Tensor) -> None:
+    """A stage that says that it left the latents, and did not."""
+    frame.mul_(2)
+
+
 def frames(number: int, device: str | torch.device = "cpu") -> list[Tensor]:
     """Frames that all differ."""
     return [torch.linspace(-1, 1, 24).reshape(4, 6).add(n).to(device) for n in range(number)]

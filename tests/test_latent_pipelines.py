@@ -242,6 +242,8 @@ def test_targets_without_a_callback_are_refused(option: dict[str, Any], tmp_path
     ("options", "message"),
     [
         ({"host_stage": 3}, "host_stage=3 cannot be called"),
+        ({"host_stage": HostStage(3)}, "host_stage=3 cannot be called"),  # type: ignore[arg-type]
+        ({"host_stage": HostStage(fade, frame_axis=9)}, "frame_axis=9 is no axis of latents of shape"),
         ({"host_stage": HostStage(fade, window=0)}, "window=0"),
         ({"host_stage": HostStage(fade, num_threads=0)}, "num_threads=0"),
         ({"preview": 3}, "preview=3 is no folder"),

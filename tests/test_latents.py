@@ -25,7 +25,17 @@ from fmstream.core.telemetry import Telemetry
 from fmstream.device.ferry import CpuFerry
 from fmstream.payloads.latent_run import LatentRun
 from fmstream.payloads.trips import Turn
-from tests.kit_latents import Shuffled, frames, in_place, no_threads, one_after_the_other, same, stage, step
+from tests.kit_latents import (
+    Shuffled,
+    frames,
+    in_place,
+    no_threads,
+    one_after_the_other,
+    same,
+    stage,
+    step,
+    writes_and_returns_nothing,
+)
 from tests.kit_runtime import FailAt, Injected, Latch, leaves_nothing
 
 __all__ = ["leaves_nothing"]
@@ -124,6 +134,28 @@ def test_a_stage_that_returns_nothing_leaves_the_latents() -> None:
         one_after_the_other(step, lambda *_: None, frames(5), 2),
     )
     assert len(seen) == 10
+
+
+def test_a_stage_that_writes_in_place_returns_what_it_wrote() -> None:
+    with pytest.raises(StageError, match=r"item 0: ConfigError: .* in place and returned None.*return the latents"):
+        LatentLoop(step, writes_and_returns_nothing).run(frames(1))
+
+
+@pytest.mark.parametrize("seen", [lambda z: z.conj(), lambda z: z.conj().imag])
+def test_views_that_conjugate_or_negate(seen: Any) -> None:
+    def complex_step(frame: Tensor) -> Tensor:
+        return seen(torch.complex(frame, frame + 1))  # type: ignore[no-any-return]
+
+    for host_stage in (lambda x: x * 2, lambda x: seen(torch.complex(x.real, x.real)), lambda _: None):
+        expected = one_after_the_other(complex_step, lambda x, _, call=host_stage: call(x), frames(3))
+        same(LatentLoop(complex_step, host_stage).run(frames(3)), expected)
+
+
+def test_tensors_that_are_more_than_elements_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"step, for item 0, returned a tensor that is of layout torch.sparse_coo"):
+        LatentLoop(lambda frame: frame.to_sparse(), stage).run(frames(2))
+    with pytest.raises(StageError, match=r"host_stage returned a tensor that is of layout .*: return a dense one"):
+        LatentLoop(step, lambda frame: frame.to_sparse()).run(frames(2))
 
 
 def test_a_stage_may_change_shape_and_type() -> None:

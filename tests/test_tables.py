@@ -155,6 +155,9 @@ def test_files_without_a_flash_memory_config(tmp_path: Path) -> None:
     path.write_text('{"flash_memory_config": 3}')
     with pytest.raises(ConfigError, match="=3 is no object"):
         StreamConfig.from_flash_memory_config(path)
+    for odd in (None, 3, [], True):
+        with pytest.raises(ConfigError, match=r"is no object: write its keys"):
+            StreamConfig.from_flash_memory_config(odd)  # type: ignore[arg-type]
 
 
 class Configured(nn.Module):
@@ -182,6 +185,38 @@ def test_a_model_brings_options_that_the_caller_may_overrule() -> None:
             assert handle._config.prefetch_window == window
     report = fmstream.run(module, torch.ones(1, WIDTH), memory="60%").report
     assert report.policy == "sync"
+
+
+@pytest.mark.parametrize("odd", ["text", 3, [], True, {"flash_memory_config": {}}])
+def test_what_a_model_has_in_place_of_an_object(odd: Any) -> None:
+    module = Configured({"flash_memory_config": odd})
+    with pytest.raises(ConfigError, match=r"is no object|unknown option 'flash_memory_config'"):
+        fmstream.stream(module, memory="60%")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"note": "see flash_memory_config"}',
+        b'{"text_config": {"flash_memory_config": {"prefetch_window": 3}}}',
+        b'{"flash_memory_config": null}',
+        b'["flash_memory_config"]',
+        b'\xff\xfe{"flash_memory_config": {}}',
+    ],
+)
+def test_a_file_beside_a_model_that_says_nothing(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    module = Configured({"_name_or_path": str(tmp_path)})
+    assert options_of(module, {"": module}) == {}
+
+
+def test_names_of_models_that_are_no_paths(tmp_path: Path) -> None:
+    for name in ("x" * 5000, "a\0b", "\udcff", str(tmp_path)):
+        module = Configured({"_name_or_path": name})
+        assert options_of(module, {"": module}) == {}
+    (tmp_path / "config.json").write_text('{"flash_memory_config": {"prefetch_window": 3')
+    with pytest.raises(ConfigError, match=r"config\.json' is no JSON file"):
+        options_of(module, {"": module})
 
 
 def test_models_of_a_pipeline_must_agree() -> None:

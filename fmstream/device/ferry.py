@@ -29,7 +29,7 @@ OWN_USES: Final = 2
 class Crossing:
     """One tensor on its way: ``output`` is what left, ``result`` what came back once it did."""
 
-    __slots__ = ("arrival", "clock", "host", "left", "output", "result", "slot", "stream", "target")
+    __slots__ = ("arrival", "clock", "host", "left", "output", "result", "slot", "stream", "target", "version")
 
     def __init__(self, output: Tensor) -> None:
         self.output = output
@@ -45,10 +45,12 @@ class Crossing:
         self.arrival: Mark | None = None
         """Behind the copy to the device."""
         self.clock = 0.0
+        self.version = 0
+        """That of the tensor that the stage is given."""
 
 
 class Ferry(ABC):
-    """Carries at most ``num_slots`` tensors at a time, to the host and back."""
+    """Carries tensors to the host and back."""
 
     @abstractmethod
     def leave(self, box: list[Tensor]) -> Crossing:
@@ -59,11 +61,11 @@ class Ferry(ABC):
         """The tensor in host memory, once it is there; it is the caller's until `embark`."""
 
     @abstractmethod
-    def embark(self, crossing: Crossing, result: Tensor | None) -> None:
-        """Send back what was made of it, or None for what left as it left.
+    def embark(self, crossing: Crossing, box: list[Tensor | None]) -> None:
+        """Send back what was made of it, in a list of one, or None in that for what left as it left.
 
         Raises:
-            ConfigError: it is no tensor in host memory.
+            ConfigError: it is no tensor in host memory, or None though the tensor was written.
         """
 
     @abstractmethod
@@ -79,7 +81,7 @@ class Ferry(ABC):
         """Give the memory up, once every copy is done.  May be called again."""
 
 
-def open_ferry(device: torch.device, num_slots: int) -> Ferry:
+def open_ferry(device: torch.device) -> Ferry:
     """The ferry of a device.
 
     Raises:
@@ -91,7 +93,7 @@ def open_ferry(device: torch.device, num_slots: int) -> Ferry:
 
     opened = open_device(device)
     assert isinstance(opened, Accelerator)
-    return DeviceFerry(opened, num_slots)
+    return DeviceFerry(opened)
 
 
 class CpuFerry(Ferry):
@@ -99,14 +101,19 @@ class CpuFerry(Ferry):
 
     def leave(self, box: list[Tensor]) -> Crossing:
         """Take it; copied if the step kept it, or has it from a buffer that it will write again."""
-        return Crossing(unshared(box))
+        crossing = Crossing(unshared(box))
+        crossing.version = crossing.output._version
+        return crossing
 
     def land(self, crossing: Crossing) -> Tensor:
         """The tensor itself."""
         return crossing.output
 
-    def embark(self, crossing: Crossing, result: Tensor | None) -> None:
+    def embark(self, crossing: Crossing, box: list[Tensor | None]) -> None:
         """Take the result; copied if the stage kept it."""
+        result = box.pop()
+        if result is None:
+            check_unwritten(crossing, crossing.output)
         if result is None or result is crossing.output:
             crossing.result = crossing.output
         else:
@@ -138,11 +145,11 @@ class Slot:
 class DeviceFerry(Ferry):
     """Copies through pinned memory that is used again and again, out on a stream of its own, in on the copy stream."""
 
-    def __init__(self, device: Accelerator, num_slots: int) -> None:
+    def __init__(self, device: Accelerator) -> None:
         self.device = device
         self.out = device.module.Stream(device=device.torch_device)
-        self._free = [Slot() for _ in range(num_slots)]
-        self._slots = list(self._free)
+        self._free: list[Slot] = []
+        self._slots: list[Slot] = []
         self._at_exit: weakref.finalize[..., DeviceFerry] | None = None
 
     def leave(self, box: list[Tensor]) -> Crossing:
@@ -150,7 +157,7 @@ class DeviceFerry(Ferry):
         with apart():
             output = box[0] = dense(box[0])
         crossing = Crossing(output)
-        crossing.slot = slot = self._free.pop()
+        crossing.slot = slot = self._free.pop() if self._free else self._new_slot()
         with apart():
             crossing.host = self._place(slot, output)
             # Allocated now, though used later: memory that is free now is free before what is computed meanwhile.
@@ -170,27 +177,33 @@ class DeviceFerry(Ferry):
         self.device.take_over(crossing.clock)
         self._wait_for_copy(crossing)
         assert crossing.host is not None
+        crossing.version = crossing.host._version
         return crossing.host.view(crossing.host.shape)
 
-    def embark(self, crossing: Crossing, result: Tensor | None) -> None:
+    def embark(self, crossing: Crossing, box: list[Tensor | None]) -> None:
         """Enqueue the copy to the device.
 
-        What has the shape and type of what left goes through its pinned memory; anything else is copied from where
-        it lies, which is slower and keeps this thread.
+        What has the shape and type of what left goes through its pinned memory, unless the stage kept that; anything
+        else is copied from where it lies, which is slower and keeps this thread.
         """
-        target, host = crossing.target, crossing.host
+        target, host, slot = crossing.target, crossing.host, crossing.slot
         assert target is not None
         assert host is not None
-        assert crossing.slot is not None
+        assert slot is not None
+        result = box.pop()
         with apart(), self.device.module.device(self.device.torch_device):
             if result is None:
+                check_unwritten(crossing, host)
                 crossing.result = crossing.output
+                is_kept = False
             else:
                 check_result(result)
-                same = result.shape == target.shape and result.dtype == target.dtype
-                crossing.result = self._send(crossing.slot, host, result, target) if same else self._carry(result)
-                crossing.arrival = self.device.mark(self.device.copies)
-                crossing.slot.returned = crossing.arrival
+                box.append(result)
+                del result
+                crossing.result, is_kept = self._send(slot, host, box, target)
+                crossing.arrival = slot.returned = self.device.mark(self.device.copies)
+        if is_kept:
+            self._wait_for_return(slot)
         crossing.clock = self.device.hand_over()
 
     def arrive(self, crossing: Crossing) -> Tensor:
@@ -244,22 +257,36 @@ class DeviceFerry(Ferry):
             self._at_exit.detach()
         self._at_exit = weakref.finalize(self, settle, self.out, self.device)
 
-    def _send(self, slot: Slot, host: Tensor, result: Tensor, target: Tensor) -> Tensor:
-        """Copy to ``target`` through pinned memory."""
+    def _send(self, slot: Slot, host: Tensor, box: list[Tensor | None], target: Tensor) -> tuple[Tensor, bool]:
+        """Copy what is in a list of one to the device; whether it is read from memory that the stage kept."""
+        result = box.pop()
+        assert result is not None
         assert slot.part is not None
+        if result.shape != target.shape or result.dtype != target.dtype:
+            with self.device.copying():  # whose stream allocates it
+                return torch.empty_like(result, device=self.device.torch_device).copy_(result), False
+        is_place = False
         if slot.part.is_under(result):
-            if result.data_ptr() != host.data_ptr() or result.stride() != host.stride():
-                host.copy_(result.clone())
+            is_place = is_same(result, host)
+            result = result if is_place else result.clone()
+        kept = weakref.ref(result)
+        if is_place:
+            del result
+            is_kept = kept() is not None or slot.part.num_views() > 1
+        elif slot.part.num_views() > 1:  # `host` is one
+            with self.device.copying():
+                return target.copy_(result), False
         else:
             host.copy_(result)
+            is_kept = False
         with self.device.copying():
             target.copy_(host, non_blocking=True)
-        return target
+        return target, is_kept
 
-    def _carry(self, result: Tensor) -> Tensor:
-        """Copy what does not fit ``target`` to memory of its own."""
-        with self.device.copying():
-            return torch.empty_like(result, device=self.device.torch_device).copy_(result)
+    def _new_slot(self) -> Slot:
+        slot = Slot()
+        self._slots.append(slot)
+        return slot
 
     # Order
 
@@ -271,6 +298,11 @@ class DeviceFerry(Ferry):
         """It does not overwrite what is being copied to the device."""
         if slot.returned is not None:
             self.device.wait(slot.returned, self.out)
+
+    def _wait_for_return(self, slot: Slot) -> None:
+        """The stage may write again what it kept."""
+        assert slot.returned is not None
+        slot.returned.event.synchronize()
 
     def _wait_for_copy(self, crossing: Crossing) -> None:
         """The stage reads what has arrived on the host."""
@@ -297,6 +329,33 @@ def check_result(result: object) -> None:
         )
     if result.device.type != "cpu":
         raise ConfigError(f"host_stage returned a tensor on {result.device}: return one in host memory, tensor.cpu()")
+    check_strided(result, "host_stage")
+
+
+def check_strided(tensor: Tensor, who: str) -> None:
+    """Raise ConfigError for a tensor that is more than elements in memory."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = f"quantized, {tensor.dtype}" if tensor.is_quantized else f"of layout {tensor.layout}"
+        raise ConfigError(f"{who} returned a tensor that is {kind}: return a dense one, to_dense() or dequantize()")
+
+
+def check_unwritten(crossing: Crossing, given: Tensor) -> None:
+    """Raise ConfigError if the tensor that the stage was given is not as it was."""
+    if given._version != crossing.version:
+        raise ConfigError(
+            "host_stage wrote to the latents in place and returned None, which is to leave them as they are: return "
+            "the latents, or write to a clone()"
+        )
+
+
+def is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and type show the same memory as the same values."""
+    return (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.stride() == other.stride()
+        and tensor.is_conj() == other.is_conj()
+        and tensor.is_neg() == other.is_neg()
+    )
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -307,6 +366,9 @@ def dense(tensor: Tensor) -> Tensor:
 
 def unshared(box: list[Tensor]) -> Tensor:
     """The tensor of a list of one, or a copy of it where anything but that list can see its memory; it stays there."""
+    if box[0].is_conj() or box[0].is_neg():
+        with apart():
+            box[0] = box[0].resolve_conj().resolve_neg()
     alive = weakref.ref(box[0])
     storage, dtype = box[0].untyped_storage(), box[0].dtype
     place = box[0].storage_offset(), box[0].size(), box[0].stride()

@@ -33,7 +33,10 @@ class PinnedBlock:
         with torch.inference_mode(False):
             self.tensor = self.part(0, self.num_bytes)
         # First, lest an interrupt between the two leave memory registered that is no longer there.
-        self._unregister = weakref.finalize(self, _unregister, module, device, self.address, self._memory)
+        self._users_are_done: list[bool] = []
+        self._unregister = weakref.finalize(
+            self, _unregister, module, device, self.address, self._memory, self._users_are_done
+        )
         self.pinned = _register(module, device, self.address, self.num_bytes)
         if not self.pinned:
             self._unregister.detach()
@@ -47,6 +50,7 @@ class PinnedBlock:
 
         May be called again.
         """
+        self._users_are_done.append(True)
         self._unregister()
         self.pinned = False
 
@@ -70,9 +74,13 @@ def _register(module: Any, device: torch.device, address: int, num_bytes: int) -
         return False
 
 
-def _unregister(module: Any, device: torch.device, address: int, memory: mmap.mmap) -> None:
+def _unregister(module: Any, device: torch.device, address: int, memory: mmap.mmap, users_are_done: list[bool]) -> None:
     with module.device(device):
-        module.cudart().cudaHostUnregister(address)
+        try:
+            if not users_are_done:  # nobody closed the block, so nobody waited for its copies
+                module.synchronize()
+        finally:
+            module.cudart().cudaHostUnregister(address)
     del memory  # it had to live until now
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -26,12 +28,12 @@ def options_of(pipeline: Any, roots: Mapping[str, nn.Module]) -> dict[str, Any]:
     owner = getattr(pipeline, "__self__", pipeline)
     own = _of_one(owner)
     if own is not None:
-        return flash_options(own)
+        return flash_options(_as_object(own))
     found: dict[str, dict[str, Any]] = {}
     for name, root in roots.items():
         theirs = _of_one(root)
         if theirs is not None:
-            found[name] = flash_options(theirs)
+            found[name] = flash_options(_as_object(theirs))
     first = next(iter(found.values()), {})
     if any(other != first for other in found.values()):
         raise ConfigError(
@@ -46,11 +48,28 @@ def _of_one(owner: Any) -> Any:
     found = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
     if found is not None:
         return found
-    for path in _files(owner, config):
-        document = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if KEY in document:
-            return path
-    return None
+    return next(filter(None, map(_of_file, _files(owner, config))), None)
+
+
+def _as_object(found: Any) -> Any:
+    """A path is one of ours; text that a model has in place of an object is not taken for one."""
+    if not isinstance(found, Mapping | Path):
+        raise ConfigError(f"{KEY}={found!r} is no object: write its keys within braces")
+    return found
+
+
+def _of_file(path: Path) -> Path | None:
+    """The path, if the file has the key.  What cannot be read, or only mentions it, says nothing."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeError):
+        return None
+    if KEY not in text:
+        return None
+    with contextlib.suppress(ValueError):
+        document = json.loads(text)
+        return path if isinstance(document, Mapping) and document.get(KEY) is not None else None
+    return path  # it was meant to say something: its error is told
 
 
 def _files(owner: Any, config: Any) -> Iterator[Path]:

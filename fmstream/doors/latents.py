@@ -105,7 +105,10 @@ class LatentHook:
 
     def _axis(self, pipeline: Any, latents: Tensor) -> int | None:
         if self._stage is not None and self._stage.frame_axis is not None:
-            return self._stage.frame_axis
+            axis = self._stage.frame_axis
+            if not isinstance(axis, int) or not -latents.ndim <= axis < latents.ndim:
+                raise ConfigError(f"frame_axis={axis!r} is no axis of latents of shape {tuple(latents.shape)}")
+            return axis
         axes = frame_axes(pipeline, latents)
         if self._stage is not None and latents.ndim == 5 and len(axes) != 1:
             raise ConfigError(
@@ -149,10 +152,12 @@ def hook_latents(
     if host_stage is None and preview is None:
         return dict(kwargs), None
     option = "host_stage" if host_stage is not None else "preview"
-    if host_stage is not None and not isinstance(host_stage, HostStage):
-        if not callable(host_stage):
-            raise ConfigError(f"host_stage={host_stage!r} cannot be called: give a function that takes latents")
-        host_stage = HostStage(host_stage)
+    if host_stage is not None:
+        host_stage = host_stage if isinstance(host_stage, HostStage) else HostStage(host_stage)
+        if not callable(host_stage.function):
+            raise ConfigError(
+                f"host_stage={host_stage.function!r} cannot be called: give a function that takes latents"
+            )
     if preview is not None and not (isinstance(preview, str | os.PathLike) and os.fspath(preview)):
         raise ConfigError(f"preview={preview!r} is no folder: give its path")
     default = _default_inputs(call, option)

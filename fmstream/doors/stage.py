@@ -105,11 +105,11 @@ class Staged(Iterator[Tensor], AsyncIterator[Tensor]):
         return self
 
     async def __anext__(self) -> Tensor:
-        """The next window; the event loop goes on while it is gathered, and has a turn even if that was done before."""
+        """The next window; the event loop goes on while it is gathered."""
         try:
             if not self._closed:
                 self._begin_ahead()
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # also where all is there already, the loop and a cancellation get their turn
                 for ticket in self._begun[0][0].tickets() if self._begun else ():
                     await ticket
             return next(self)
@@ -142,8 +142,8 @@ class Staged(Iterator[Tensor], AsyncIterator[Tensor]):
         device = self._device.torch_device if self._device is not None else torch.device("cpu")
         out = torch.empty((*window.shape, self._table.shape[1]), dtype=self._table.dtype, device=device)
         with torch.no_grad():
-            if window.numel():
-                fetch.into(out.view(-1, self._table.shape[1]))
+            if out.numel():
+                fetch.into(out.view(window.numel(), self._table.shape[1]))
             shaped = self._shape(out, window, device)
         self._begin_ahead()
         return shaped
@@ -198,19 +198,12 @@ def stage(
     master = weight.__dict__.get("master")
     if isinstance(master, Master):  # it streams
         weight, device = master.original, master.device if device is None else device
-    if weight.device.type != "cpu" or weight.dim() != 2 or not weight.is_contiguous():
-        raise ConfigError(
-            f"{name} is a table of shape {tuple(weight.shape)} on {weight.device}: stage() takes a 2-D table without "
-            "gaps that lies on the host"
-        )
+    _check_table(weight, name)
     chosen = open_device(device)
-    wanted = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, dtype=None if len(ids) else torch.int64)
-    if wanted.dtype not in (torch.int32, torch.int64):
-        refuse_like_torch(wanted, weight.dtype, wanted.device)
-    if wanted.dim() == 0:
-        raise ConfigError("ids is a single number: give a tensor with a dimension to cut windows from")
+    wanted = _as_ids(ids)
     with torch.inference_mode(False), torch.no_grad():
-        on_host = wanted.detach().to("cpu")
+        # A copy, for these are the ids that are checked: the caller may write others to his meanwhile.
+        on_host = wanted.detach().to("cpu", copy=True)
         plain = weight.detach()
     check_ids(host_ids(on_host), weight.shape[0], name)
     shaper = _plain if not isinstance(table, nn.Embedding) or _is_plain(table) else _Module(table)
@@ -229,6 +222,38 @@ def _weight_of(table: Any) -> tuple[Tensor, str]:
     if isinstance(table, Tensor):
         return table, "the tensor given"
     raise ConfigError(f"table is a {type(table).__name__}: give an nn.Embedding or a 2-D tensor")
+
+
+def _check_table(weight: Tensor, name: str) -> None:
+    """Raise ConfigError for what has no rows that can be copied as bytes."""
+    is_strided = weight.layout == torch.strided and not weight.is_quantized
+    if weight.device.type != "cpu" or weight.dim() != 2 or not is_strided or not weight.is_contiguous():
+        kind = "quantized table" if weight.is_quantized else "table"
+        raise ConfigError(
+            f"{name} is a {kind} of shape {tuple(weight.shape)} on {weight.device}: stage() takes a 2-D table without "
+            "gaps that lies on the host"
+        )
+    if weight.is_conj() or weight.is_neg():
+        raise ConfigError(
+            f"{name} is a view that conjugates or negates when it is read: give table.resolve_conj().resolve_neg()"
+        )
+
+
+def _as_ids(ids: Any) -> Tensor:
+    """Ids as a tensor with a dimension to cut windows from."""
+    try:
+        wanted = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"ids is no tensor and no sequence of integers: {error}") from error
+    if wanted.dim() == 0:
+        raise ConfigError("ids is a single number: give a tensor with a dimension to cut windows from")
+    if wanted.layout != torch.strided or wanted.device.type == "meta":
+        raise ConfigError(f"ids is a {wanted.layout} tensor on {wanted.device}: give one without gaps that has values")
+    if wanted.numel() == 0 and not isinstance(ids, Tensor):
+        return wanted.to(torch.int64)
+    if wanted.dtype not in (torch.int32, torch.int64):
+        refuse_like_torch(wanted, torch.float32, wanted.device)
+    return wanted
 
 
 def _is_plain(table: nn.Embedding) -> bool:

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor
 
 from fmstream.actors.stages import SLICE_SECONDS, Job
+from fmstream.device.ferry import check_strided
 from fmstream.device.modes import Modes
 from fmstream.errors import CancelledRun, ClosedError, ConfigError, StageError
 from fmstream.payloads.relay import relay
@@ -218,6 +220,9 @@ class LatentRun:
         if not isinstance(output, Tensor):
             trip.box = []
             raise ConfigError(f"step returned {type(output).__name__} for item {trip.turn.item}: return a tensor")
+        if output.layout != torch.strided or output.is_quantized:
+            trip.box = []
+            check_strided(output, f"step, for item {trip.turn.item},")
         if output.requires_grad:
             trip.box = []
             raise ConfigError(

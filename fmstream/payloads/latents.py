@@ -127,7 +127,7 @@ class LatentLoop:
             return crew
         if crew is not None:
             crew.close()
-        return Crew(device, self.window, self.num_threads)
+        return Crew(device, self.num_threads)
 
     def return_crew(self, crew: Crew) -> None:
         """Take a crew back that is at rest."""

@@ -63,13 +63,13 @@ class Previews:
             self.num_dropped += 1
             return
         if self._crew is None:
-            self._crew = Crew(latents.device, 1, 1)
+            self._crew = Crew(latents.device, 1)
         ferry = self._crew.ferry
         crossing = ferry.leave([latents])
 
         def work(_lane: str) -> None:
             self._draw(number, ferry.land(crossing))
-            ferry.embark(crossing, None)
+            ferry.embark(crossing, [None])
 
         job = Job(work)
         self._pending = crossing, job

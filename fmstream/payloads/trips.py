@@ -60,9 +60,9 @@ class Trip:
 class Crew:
     """A ferry and the threads of the stage, for one run at a time."""
 
-    def __init__(self, device: torch.device, window: int, num_threads: int) -> None:
+    def __init__(self, device: torch.device, num_threads: int) -> None:
         self.device = device
-        self.ferry: Ferry = open_ferry(device, window)
+        self.ferry: Ferry = open_ferry(device)
         self.pool = StagePool(num_threads, self.ferry.settle, self.ferry.close)
         self.release = weakref.finalize(self, self.pool.release)
         """For a crew that is dropped, and at exit."""
@@ -89,9 +89,9 @@ def staged(
         num_bytes = host.numel() * host.element_size()
         start = time.perf_counter()
         with modes.entered():
-            result = context.run(stage, host, turn)
+            box = [context.run(stage, host, turn)]
         del host
-        ferry.embark(crossing, result)
+        ferry.embark(crossing, box)
         if telemetry is not None:
             name = f"item {turn.item}, round {turn.round}"
             telemetry.spans.append(Span(lane, name, start, time.perf_counter(), num_bytes))

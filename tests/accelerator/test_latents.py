@@ -24,7 +24,17 @@ from tests.accelerator.conftest import leaves_nothing
 from tests.accelerator.kit import ORDERS, fresh, here
 from tests.clients.client import noise
 from tests.clients.pipelines import stable_video_diffusion
-from tests.kit_latents import Shuffled, frames, in_place, no_threads, one_after_the_other, same, stage, step
+from tests.kit_latents import (
+    Shuffled,
+    frames,
+    in_place,
+    no_threads,
+    one_after_the_other,
+    same,
+    stage,
+    step,
+    writes_and_returns_nothing,
+)
 from tests.kit_runtime import FailAt
 
 __all__ = ["leaves_nothing"]
@@ -117,6 +127,62 @@ def test_a_stage_may_keep_what_it_was_given() -> None:
     arrays = []
     LatentLoop(step, lambda frame: arrays.append(frame.numpy()), window=2).run(frames(8, "emu"))
     same([torch.from_numpy(array) for array in arrays], [step(frame) for frame in frames(8)])
+
+
+@pytest.mark.parametrize("execution", ORDERS)
+@pytest.mark.parametrize("window", [1, 3])
+def test_what_a_stage_keeps_is_not_written_by_later_copies(execution: Execution, window: int) -> None:
+    fresh(execution)
+
+    def smoothed(states: list[Tensor]) -> Any:
+        def difference(frame: Tensor, _: Turn) -> Tensor:
+            states.append(frame)
+            return frame - 0.5 * states[-2] if len(states) > 1 else frame * 1
+
+        return difference
+
+    expected = one_after_the_other(step, smoothed([]), frames(6, "emu"), 2)
+    same(LatentLoop(step, smoothed([]), window).run(frames(6, "emu"), 2), expected)
+    settled()
+
+
+class Averaging:
+    """A stage that goes on writing to what it was first given, and returned."""
+
+    def __init__(self, result: Any) -> None:
+        self.state: Tensor | None = None
+        self.result = result
+
+    def __call__(self, frame: Tensor, _: Turn) -> Tensor:
+        if self.state is None:
+            self.state = frame
+        else:
+            with emulator.host_guard():
+                self.state.mul_(0.5).add_(frame)
+        return self.result(self.state)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("execution", ORDERS)
+@pytest.mark.parametrize("result", [lambda x: x, lambda x: x.view(x.shape)])
+def test_a_stage_that_writes_again_what_it_returned(execution: Execution, result: Any) -> None:
+    fresh(execution)
+    expected = one_after_the_other(step, Averaging(result), frames(6, "emu"))
+    same(LatentLoop(step, Averaging(result), 3).run(frames(6, "emu")), expected)
+    settled()
+
+
+def test_a_stage_that_writes_in_place_returns_what_it_wrote() -> None:
+    fresh()
+    with pytest.raises(StageError, match=r"item 0: ConfigError: .* in place and returned None.*return the latents"):
+        LatentLoop(step, writes_and_returns_nothing).run(frames(1, "emu"))
+    settled()
+
+
+def test_a_window_of_any_size_takes_memory_for_what_is_under_way() -> None:
+    machine = fresh()
+    same(LatentLoop(step, stage, 10**18).run(frames(3, "emu")), one_after_the_other(step, stage, frames(3, "emu")))
+    assert machine.pinned.peak_bytes == 3 * FRAME_BYTES
+    settled()
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])

@@ -286,6 +286,15 @@ def test_windows_may_be_left_at_any_point(taken: int) -> None:
         ((torch.ones(4, 4), torch.tensor(1)), "single number"),
         ((nn.Embedding(3, 3, max_norm=1.0), [1]), "max_norm"),
         ((torch.ones(4, 4, device="meta"), [1]), "on meta"),
+        ((torch.ones(4, 4, dtype=torch.complex64).conj(), [1]), r"give table.resolve_conj\(\)"),
+        ((torch._neg_view(torch.ones(4, 4)), [1]), r"resolve_neg\(\)"),
+        ((torch.ones(4, 4).to_sparse(), [1]), "without gaps"),
+        ((torch.ones(4, 4), 3), "ids is a single number"),
+        ((torch.ones(4, 4), None), "ids is no tensor and no sequence of integers"),
+        ((torch.ones(4, 4), ["a"]), "no sequence of integers"),
+        ((torch.ones(4, 4), [[1, 2], [3]]), "no sequence of integers"),
+        ((torch.ones(4, 4), torch.arange(3, device="meta")), "ids is a torch.strided tensor on meta"),
+        ((torch.ones(4, 4), torch.arange(3).to_sparse()), "ids is a torch.sparse_coo tensor"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: Any, message: str) -> None:
@@ -310,3 +319,43 @@ def test_budget_of_a_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least memory of a module is that of its layers and two rows, not that of its table."""
     monkeypatch.setattr(embeddings, "MIN_TABLE_BYTES", 1)
     assert budget(Alone(), 0.0) < 5000 * 48 * 4 / 10
+
+
+@pytest.mark.parametrize("execution", ORDERS)
+def test_windows_that_are_dropped_on_the_way_leave_no_copy_from_memory_that_is_gone(execution: Any) -> None:
+    machine = fresh(execution)
+    table = table_of(1000, 24).to(torch.float32)
+    for rows in fmstream.stage(table, range(1000), 4, device=here.name):
+        first = on_host(rows)[0]
+        break
+    del rows
+    gc.collect()
+    here.check()
+    assert torch.equal(first, table[:4])
+    assert machine.pinned.charged_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["emu", "cpu"])
+def test_ids_that_the_caller_writes_meanwhile_are_not_those_of_later_windows(where: str) -> None:
+    fresh("late")
+    table, ids = table_of(5000, 96), ids_of(5000, 2, 1000)
+    wanted = expected(table, ids, 200)
+    found = []
+    for rows in fmstream.stage(table, ids, window=200, device=where):
+        found.extend(on_host(rows))
+        ids.fill_(1 << 40)
+    equal(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # from 2.13 on
+def test_a_quantized_table_is_refused() -> None:
+    table = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.quint8)
+    with pytest.raises(ConfigError, match="quantized table of shape"):
+        fmstream.stage(table, [1], device="cpu")
+
+
+@pytest.mark.parametrize("where", ["emu", "cpu"])
+def test_rows_of_no_width(where: str) -> None:
+    fresh()
+    found = list(fmstream.stage(torch.ones(9, 0), [[1, 2, 3]], window=2, device=where))
+    assert [tuple(rows.shape) for rows in found] == [(1, 2, 0), (1, 1, 0)]

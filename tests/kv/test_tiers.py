@@ -203,3 +203,14 @@ def test_a_pool_without_a_size_grows_while_there_is_memory_and_then_spills() -> 
     assert all(torch.equal(left, right.keys.cpu()) for left, right in zip(keys, plain.layers, strict=True))
     assert not emulator.machine().reports
     assert machine.statistics().num_ooms == 0
+
+
+@pytest.mark.parametrize("pages", [None, 40])
+def test_a_pool_that_gave_memory_back_still_holds_a_layer_that_grows(pages: int | None) -> None:
+    fresh("late")
+    model = model_on(llama, "emu")
+    options = {"page_tokens": 4, "cpu_offload_threshold_mb": 1 << 20}
+    did = compare(model, prompt(23), pages, cache_options=options, max_new_tokens=40).did
+    assert did.recalled_bytes > 0
+    with pytest.raises(MemoryBudgetError, match=r"kv_cache_max_pages=11 is less than one layer"):
+        compare(model, prompt(23), 11, cache_options=options, max_new_tokens=40)

@@ -60,8 +60,11 @@ class Sizing(NamedTuple):
                 self._grow(pool, int(wanted * GROWTH))
         elif pool.max_pages < self.max_pages:
             self._grow(pool, self.max_pages)
-        if self.max_pages is None and pool.max_pages < in_layer:
-            pool.resize(int(smallest * GROWTH), emptied=True)
+        if pool.max_pages < in_layer:  # one layer is had whatever is free, within the size that was given
+            wanted = int(smallest * GROWTH)
+            wanted = wanted if self.max_pages is None else min(wanted, self.max_pages)
+            if wanted > pool.max_pages:
+                pool.resize(wanted, emptied=True)
 
     def _grow(self, pool: Pool, wanted: int) -> None:
         """Make the pool larger, as far as there is memory; where that is little it is not worth the copies."""
