@@ -172,6 +172,9 @@ class Driver:
         yield
         self.local.index = before
 
+    def synchronize(self) -> None:
+        self.calls.append(("synchronize", getattr(self.local, "index", 0), 0))
+
     def cudart(self) -> Any:
         index = getattr(self.local, "index", 0)
 
@@ -198,6 +201,8 @@ def test_memory_is_pinned_for_the_chosen_device_in_any_thread() -> None:
     assert [name for name, _, _ in driver.calls] == ["register", "register", "unregister"]
     assert {index for _, index, _ in driver.calls} == {1}
     assert driver.calls[0][2] == PORTABLE
+    del pins  # the block that nobody closed may still be read by copies
+    assert [(name, index) for name, index, _ in driver.calls[3:]] == [("synchronize", 1), ("unregister", 1)]
     assert not hasattr(driver.local, "index") or driver.local.index == 0
 
 
