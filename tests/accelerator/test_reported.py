@@ -193,7 +193,7 @@ def test_memory_is_pinned_for_the_chosen_device_in_any_thread() -> None:
     driver = Driver()
     pins = Pins(driver, torch.device("emu", 1), lambda: None)
     blocks = [pins.allocate(100)]
-    thread = threading.Thread(target=lambda: blocks.append(pins.allocate(200)))
+    thread = threading.Thread(target=lambda allocate: blocks.append(allocate(200)), args=(pins.allocate,))
     thread.start()
     thread.join()
     pins.free(blocks.pop())
