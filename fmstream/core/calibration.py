@@ -32,7 +32,7 @@ class Calibration:
     """
 
     device: str
-    ram_bytes_per_second: float
+    ram_bytes_per_second: float | None = None
     h2d_bytes_per_second: float | None = None
     d2h_bytes_per_second: float | None = None
     pageable_bytes_per_second: float | None = None
@@ -47,11 +47,9 @@ class Calibration:
             return None
         return Costs(self.h2d_bytes_per_second, self.latency_seconds, self.seen_seconds)
 
-    def host_rate(self, *, from_files: bool) -> float:
-        """Bytes a second at which weights come to fast memory on the CPU."""
-        if from_files and self.disk_bytes_per_second is not None:
-            return self.disk_bytes_per_second
-        return self.ram_bytes_per_second
+    def host_rate(self, *, from_files: bool) -> float | None:
+        """Bytes a second at which weights come to fast memory on the CPU; None where that was not measured."""
+        return self.disk_bytes_per_second if from_files else self.ram_bytes_per_second
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
@@ -91,7 +89,7 @@ def _read(document: dict[str, Any], name: str) -> Calibration:
     if not isinstance(known["device"], str):
         raise ConfigError(f"{name}: device={known['device']!r} is no name: {MAKE}")
     for key, value in known.items():
-        if key == "device" or (value is None and key.endswith("_per_second") and not key.startswith("ram")):
+        if key == "device" or (value is None and key.endswith("_per_second")):
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (value == 0 and key.endswith("_per_second")):

@@ -84,11 +84,9 @@ class BandwidthResult:
             rate = self.largest(what)
             return None if rate is None else rate.median
 
-        ram = self.largest(RAM)
-        assert ram is not None
         return Calibration(
             device=self.device_name,
-            ram_bytes_per_second=ram.median,
+            ram_bytes_per_second=median(RAM),
             h2d_bytes_per_second=median(PINNED_IN),
             d2h_bytes_per_second=median(PINNED_OUT),
             pageable_bytes_per_second=median(PAGEABLE_IN),

@@ -75,15 +75,16 @@ def _facts(result: BandwidthResult) -> Iterator[tuple[str, str]]:
         yield "each copy", f"{format_seconds(latency)} on the link beside its bytes, {format_seconds(seen)} until seen"
     if result.file is not None:
         yield "file", result.file
-    yield "columns", "median; what 95 % of samples reached; * where times varied by more than 15 %"
+    spread = format_share(UNSTEADY)
+    yield "figures", f"the median, and below it what 95 % of samples reached; * where times varied by over {spread}"
 
 
 def _tables(result: BandwidthResult) -> Iterator[RenderableType]:
     kinds = dict.fromkeys(rate.what for rate in result.rates)
     sizes = sorted({rate.num_bytes for rate in result.rates if not rate.what.startswith("disk")})
-    table = _empty("copies")
+    table = _empty("copies in GB/s")
     for size in sizes:
-        table.add_column(format_bytes(size), justify="right", no_wrap=True)
+        table.add_column(_short(size), justify="right", no_wrap=True)
     by_place = {(rate.what, rate.num_bytes): rate for rate in result.rates}
     has_share = result.theoretical is not None
     if has_share:
@@ -101,7 +102,9 @@ def _tables(result: BandwidthResult) -> Iterator[RenderableType]:
         for name in ("median", "95 %", "bytes a sample"):
             reads.add_column(name, justify="right", no_wrap=True)
         for rate in disk:
-            reads.add_row(rate.what, _marked(rate), format_rate(rate.p95), format_bytes(rate.num_bytes))
+            reads.add_row(
+                rate.what, format_rate(rate.median) + _mark(rate), format_rate(rate.p95), format_bytes(rate.num_bytes)
+            )
         yield reads
 
 
@@ -113,11 +116,23 @@ def _empty(first: str) -> Table:
 
 def _cell(rate: Rate | None) -> str:
     """Median above, what 95 % of samples reached below, both in GB/s."""
-    return "-" if rate is None else f"{_marked(rate)}\n{format_rate(rate.p95)}"
+    return "-" if rate is None else f"{_digits(rate.median)}{_mark(rate)}\n{_digits(rate.p95)}"
 
 
-def _marked(rate: Rate) -> str:
-    return format_rate(rate.median) + ("*" if rate.cv > UNSTEADY else "")
+def _digits(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g}"
+
+
+def _mark(rate: Rate) -> str:
+    return "*" if rate.cv > UNSTEADY else ""
+
+
+def _short(num_bytes: int) -> str:
+    """A size as people say it, where it is a round one: "64 KiB"."""
+    for power, unit in ((20, "MiB"), (10, "KiB")):
+        if num_bytes % (1 << power) == 0:
+            return f"{num_bytes >> power} {unit}"
+    return format_bytes(num_bytes)
 
 
 def save_bandwidth_png(result: BandwidthResult, path: str | os.PathLike[str]) -> None:
@@ -133,12 +148,18 @@ def save_bandwidth_png(result: BandwidthResult, path: str | os.PathLike[str]) ->
         if kind.startswith("disk"):
             axes.axhline(medians[0], label=kind, linestyle=":", color="C7" if "past" in kind else "C9")
         else:
-            axes.plot(sizes, medians, marker="o", label=kind, linestyle="--" if kind == RAM else "-")
+            axes.plot(
+                sizes,
+                medians,
+                marker="o",
+                label=kind,
+                linestyle=":" if kind == RAM else "--" if "both" in kind else "-",
+            )
     if result.theoretical is not None:
         axes.axhline(result.theoretical / 1e9, color="black", linewidth=0.8, label="the link could carry")
     axes.set_xscale("log", base=2)
     sizes = sorted({rate.num_bytes for rate in result.rates if not rate.what.startswith("disk")})
-    axes.set_xticks(sizes, [format_bytes(size) for size in sizes], rotation=30, fontsize=8)
+    axes.set_xticks(sizes, [_short(size) for size in sizes], rotation=30, fontsize=8)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("bytes of one copy")
     axes.set_ylabel("GB/s, median")

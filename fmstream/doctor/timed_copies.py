@@ -27,7 +27,7 @@ ROOM: Final = 8
 """Of the free memory no buffer takes more than this part."""
 
 PINNED_IN, PINNED_OUT = "to the device, pinned", "from the device, pinned"
-BOTH_IN, BOTH_OUT = "to the device, both ways at once", "from the device, both ways at once"
+BOTH_IN, BOTH_OUT = "to the device, both at once", "from the device, both at once"
 PAGEABLE_IN, PAGEABLE_OUT = "to the device, pageable", "from the device, pageable"
 Look = Callable[[], None]
 

@@ -68,9 +68,10 @@ class Streamed:
 class DryRun:
     """Steps of a subject on one card; each plays on a machine of its own."""
 
-    def __init__(self, card: Card, subject: Subject) -> None:
+    def __init__(self, card: Card, subject: Subject, *, link_is_measured: bool = False) -> None:
         self._card = card
         self._subject = subject
+        self._link_is_measured = link_is_measured
 
     def card_facts(self, key: str) -> CardFacts:
         """What the cost model assumes of the card, which is known as ``key``."""
@@ -83,6 +84,7 @@ class DryRun:
             memory_bytes_per_second=card.memory_bytes_per_second,
             gemm_flops=card.gemm_flops,
             attention_flops=card.attention_flops,
+            link_is_measured=self._link_is_measured,
         )
 
     def resident(self) -> Resident:
@@ -199,7 +201,8 @@ def emulated_card(name: str, calibration: str | None = None) -> Iterator[Card]:
 def calibrated(card: Card, found: Calibration) -> Card:
     """The card with the link that was measured."""
     rates = {name: getattr(found, name) for name in MEASURED if getattr(found, name) is not None}
-    return replace(card, **rates, copy_engine_seconds=found.latency_seconds, copy_seen_seconds=found.seen_seconds)
+    seen = max(0.0, found.seen_seconds - card.copy_launch_seconds)  # what was measured has the launch in it
+    return replace(card, **rates, copy_engine_seconds=found.latency_seconds, copy_seen_seconds=seen)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def make_page(
         asked = [] if memory is None else [memory]
         asked += ["auto"] if verify and "auto" not in asked else []
         given = [_bytes(text, model.weights_bytes) for text in asked]
-        dry = DryRun(card, subject)
+        dry = DryRun(card, subject, link_is_measured=calibration is not None)
         desk = Desk(dry.card_facts(gpu), dry.resident(), dry.look())
         played = tuple(_play(dry, desk, *pair) for pair in zip(asked, given, strict=True))
         return desk.page(model, played, CURVE_SHARES if drawn else ())

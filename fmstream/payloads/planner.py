@@ -59,7 +59,7 @@ class Meter:
         """Begin with the rate that a calibration has for where most weights are."""
         if self._calibration is not None:
             in_files = telemetry.file_bytes > telemetry.ram_bytes
-            self.first_rate = self._calibration.host_rate(from_files=in_files)
+            self.first_rate = self._calibration.host_rate(from_files=in_files) or FIRST_RATE
 
     def look(self, telemetry: Telemetry) -> tuple[float, int]:
         """Busy seconds and bytes so far."""
