@@ -27,6 +27,7 @@ examples:
   fmstream plan svd --gpu rtx4070-laptop   what streaming would give; needs neither model nor card
   fmstream doctor --path MODEL             look at link, card, memory and builds; say what to do
   fmstream memtest --size 2GiB             write patterns to memory and read them back
+  fmstream bandwidth --save link.json      measure link, memory and disk; keep it for runs and plans
   fmstream env                             versions and hardware, for a bug report
   fmstream policies                        list the policies that policy= accepts
 
@@ -113,6 +114,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help="for weights: 6GiB, 512MB, 50%%, auto (the default), or none")
     parser.add_argument("--policy", help="one of those that fmstream policies lists")
     parser.add_argument("--device", help="where to compute, such as cpu")
+    parser.add_argument("--calibration", metavar="FILE", help="what fmstream bandwidth --save wrote on this machine")
     parser.add_argument("--config", metavar="FILE", help="a TOML file with these and all other options")
     parser.add_argument("--progress", action="store_true", default=None, help="show the progress on the terminal")
     parser.add_argument("--report", metavar="FILE", help="save the report there, as JSON")
@@ -145,6 +147,7 @@ def _add_doctor(commands: _Commands) -> None:
     memtest.add_argument("--time-limit", type=float, metavar="SECONDS", help="end then with what was found")
     memtest.add_argument("--json", action="store_true", help="print JSON instead of text")
     memtest.set_defaults(handler=_memtest)
+    _add_bandwidth(commands)
     env = commands.add_parser(
         "env",
         help="versions and hardware, for a bug report",
@@ -154,6 +157,22 @@ def _add_doctor(commands: _Commands) -> None:
     env.set_defaults(handler=_env)
 
 
+def _add_bandwidth(commands: _Commands) -> None:
+    bandwidth = commands.add_parser(
+        "bandwidth",
+        help="measure link, memory and disk by size of copy",
+        description="Measure copies to and from a card, pinned, pageable and both ways at once, copies within the "
+        "host's memory, and reads of a file. What is saved serves later runs (calibration=) and fmstream plan.",
+    )
+    bandwidth.add_argument("--device", metavar="DEVICE", help='"cpu", "cuda", "cuda:1"; the CUDA card if there is one')
+    bandwidth.add_argument("--largest", metavar="SIZE", help="the largest copy, 512MiB if left out")
+    bandwidth.add_argument("--path", metavar="FILE", help="also read this file, or the largest in this folder")
+    bandwidth.add_argument("--save", metavar="FILE", help="save a calibration there, as JSON")
+    bandwidth.add_argument("--png", metavar="OUT", help="draw it into this PNG file")
+    bandwidth.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    bandwidth.set_defaults(handler=_bandwidth)
+
+
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
@@ -161,6 +180,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="wan2.1-i2v-14b, svd, flux or another example; a model's folder; module:function",
     )
     parser.add_argument("--gpu", required=True, help="the card, such as rtx4070-laptop, rtx4090 or h200")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="the card's link as fmstream bandwidth --save measured it"
+    )
     parser.add_argument("--memory", help="play the runtime itself with so much for weights: 4GiB, 50%%, auto")
     parser.add_argument("--verify", action="store_true", help="play it with auto too, beside what is predicted")
     for name in ("frames", "height", "width", "batch"):
@@ -203,7 +225,7 @@ def _run(options: argparse.Namespace) -> int:
     from fmstream.doors.script import find_script, run_script, streaming
     from fmstream.policies import get
 
-    names = ("memory", "policy", "device", "progress")
+    names = ("memory", "policy", "device", "calibration", "progress")
     chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
     if chosen.get("memory") == "none":
         chosen["memory"] = None
@@ -268,7 +290,15 @@ def _plan(options: argparse.Namespace) -> int:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     drawn = folder is not None
-    page = make_page(options.target, options.gpu, size, memory=options.memory, verify=options.verify, drawn=drawn)
+    page = make_page(
+        options.target,
+        options.gpu,
+        size,
+        memory=options.memory,
+        verify=options.verify,
+        drawn=drawn,
+        calibration=options.calibration,
+    )
     if folder is not None:
         from fmstream.report.plan_plot import save_plan_png
 
@@ -290,6 +320,12 @@ def _memtest(options: argparse.Namespace) -> int:
         options.time_limit,
         options.json,
     )
+
+
+def _bandwidth(options: argparse.Namespace) -> int:
+    from fmstream.doctor.bandwidth_page import run_command
+
+    return run_command(options.device, options.largest, options.path, options.save, options.png, as_json=options.json)
 
 
 def _doctor(options: argparse.Namespace) -> int:

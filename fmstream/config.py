@@ -120,6 +120,8 @@ class StreamConfig:
         pinned: host memory that may be pinned for an accelerator: bytes, "16GiB", 0 (none: all copies go through
             staging), or "auto" (70 % of the host's memory).
         spill_dir: folder for weights that have no file and should not stay in RAM; None keeps them in RAM.
+        calibration: what ``fmstream bandwidth --save`` wrote on this machine: plans are made with the rates in it, and
+            the link is not probed; None probes it.
         progress: whether to show the progress of a run on the terminal.
         kv_cache_max_pages: fast memory for keys and values within ``generate``, in pages; None pages them only where
             they would not fit.  For this and the next two see `PagedCache`.
@@ -140,6 +142,7 @@ class StreamConfig:
     num_workers: int = 3
     pinned: int | str = "auto"
     spill_dir: str | os.PathLike[str] | None = None
+    calibration: str | os.PathLike[str] | None = None
     progress: bool = False
     kv_cache_max_pages: int | None = None
     page_tokens: int = 32
@@ -169,6 +172,8 @@ class StreamConfig:
             )
         if self.spill_dir is not None and not isinstance(self.spill_dir, os.PathLike):
             _check_text("spill_dir", self.spill_dir, "name a folder")
+        if self.calibration is not None and not isinstance(self.calibration, os.PathLike):
+            _check_text("calibration", self.calibration, "name a file that fmstream bandwidth --save wrote")
         if not isinstance(self.progress, bool):
             raise ConfigError(f"progress={self.progress!r} is neither True nor False")
         check_kv_options(self.kv_cache_max_pages, self.page_tokens, self.cpu_offload_threshold_mb, self.kv_host_memory)

@@ -69,7 +69,7 @@ class Accelerator:
         self.pins = Pins(self.module, self.torch_device, self.settle)
         """Host memory that is registered for this device."""
         self.costs: Costs | None = None
-        """What the link was seen to do, once it was probed."""
+        """What the link does, once it was probed or is known from a calibration."""
 
     # Memory
 

@@ -9,7 +9,7 @@ import copy
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fmstream import emulator
 from fmstream.actors.gathers import Gathers, Ids
 from fmstream.config import StreamConfig
+from fmstream.core.calibration import Calibration, load_calibration
 from fmstream.core.plan import Costs, Limits, Plan
 from fmstream.core.trace import Trace
 from fmstream.doors.subjects import Subject
@@ -33,6 +34,9 @@ AMPLE_BYTES: Final = 1 << 40
 """Memory of a card on which everything fits, and host memory that may be pinned: both are only addresses."""
 WARM_STEPS: Final = 6
 """Steps before the one that counts: to learn the order, to take times again twice, and to fill the window."""
+
+MEASURED: Final = ("h2d_bytes_per_second", "d2h_bytes_per_second", "pageable_bytes_per_second")
+"""Rates that a card and a calibration have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,10 @@ class Streamed:
 class DryRun:
     """Steps of a subject on one card; each plays on a machine of its own."""
 
-    def __init__(self, card: Card, subject: Subject) -> None:
+    def __init__(self, card: Card, subject: Subject, *, link_is_measured: bool = False) -> None:
         self._card = card
         self._subject = subject
+        self._link_is_measured = link_is_measured
 
     def card_facts(self, key: str) -> CardFacts:
         """What the cost model assumes of the card, which is known as ``key``."""
@@ -79,6 +84,7 @@ class DryRun:
             memory_bytes_per_second=card.memory_bytes_per_second,
             gemm_flops=card.gemm_flops,
             attention_flops=card.attention_flops,
+            link_is_measured=self._link_is_measured,
         )
 
     def resident(self) -> Resident:
@@ -173,18 +179,30 @@ def _ids_or_zeros(ids: torch.Tensor) -> Ids:
 
 
 @contextmanager
-def emulated_card(name: str) -> Iterator[Card]:
+def emulated_card(name: str, calibration: str | None = None) -> Iterator[Card]:
     """The card of that name, and the emulated device in PyTorch while the context is open.
 
+    With a calibration its link is the one that was measured.
+
     Raises:
-        ConfigError: no card has that name, or this PyTorch cannot be given the device.
+        ConfigError: no card has that name, the calibration is of another one, or this PyTorch cannot be given the
+            device.
     """
     card = emulator.card(name)
+    if calibration is not None:
+        card = calibrated(card, load_calibration(calibration, card.name))
     emulator.install()
     try:
         yield card
     finally:
         emulator.uninstall()
+
+
+def calibrated(card: Card, found: Calibration) -> Card:
+    """The card with the link that was measured."""
+    rates = {name: getattr(found, name) for name in MEASURED if getattr(found, name) is not None}
+    seen = max(0.0, found.seen_seconds - card.copy_launch_seconds)  # what was measured has the launch in it
+    return replace(card, **rates, copy_engine_seconds=found.latency_seconds, copy_seen_seconds=seen)
 
 
 @contextmanager

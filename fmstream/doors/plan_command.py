@@ -28,7 +28,14 @@ CURVE_SHARES: Final = (0.01, 0.02, 0.03, 0.04, 0.07, 0.15, 0.2, 0.3, 0.35, 0.425
 
 
 def make_page(
-    target: str, gpu: str, size: Size, *, memory: str | None = None, verify: bool = False, drawn: bool = False
+    target: str,
+    gpu: str,
+    size: Size,
+    *,
+    memory: str | None = None,
+    verify: bool = False,
+    drawn: bool = False,
+    calibration: str | None = None,
 ) -> PlanPage:
     """What streaming would give for a model on a card.
 
@@ -39,18 +46,20 @@ def make_page(
         memory: for weights: bytes, "6GiB", "50%" or "auto"; the runtime is then played with it.
         verify: whether the runtime is played with "auto" too.
         drawn: whether more points are looked at, for a picture.
+        calibration: file with the rates of the card's link as they were measured; None takes the estimates.
 
     Raises:
-        ConfigError: the target or the card is not known, or a size means nothing to the model.
+        ConfigError: the target or the card is not known, the calibration is of another card, or a size means nothing
+            to the model.
         MemoryBudgetError: ``memory`` is less than the least that works.
     """
-    with emulated_card(gpu) as card:
+    with emulated_card(gpu, calibration) as card:
         subject = find_subject(target, size)
         model = _describe(subject)
         asked = [] if memory is None else [memory]
         asked += ["auto"] if verify and "auto" not in asked else []
         given = [_bytes(text, model.weights_bytes) for text in asked]
-        dry = DryRun(card, subject)
+        dry = DryRun(card, subject, link_is_measured=calibration is not None)
         desk = Desk(dry.card_facts(gpu), dry.resident(), dry.look())
         played = tuple(_play(dry, desk, *pair) for pair in zip(asked, given, strict=True))
         return desk.page(model, played, CURVE_SHARES if drawn else ())

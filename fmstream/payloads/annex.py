@@ -38,8 +38,11 @@ class Annex:
         """Loads that are enqueued."""
         return Uploads(weights, self.device, prefetch, self._telemetry, self._timeline)
 
-    def probe(self, executor: Executor) -> Costs:
-        """What the link does, from copies into the executor's memory, which nothing uses yet."""
+    def learn_costs(self, executor: Executor, known: Costs | None) -> Costs:
+        """What the link does: as is known, or from copies into the executor's memory, which nothing uses yet."""
+        if known is not None:
+            self.device.costs = known
+            return known
         slab = executor.take_memory()
         assert isinstance(slab, DeviceSlab)
         return self.device.probe(slab.memory)

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 from fmstream.core.auto import least_memory
+from fmstream.core.calibration import Calibration
 from fmstream.core.plan import Costs, Limits, Plan, Prediction
 from fmstream.core.policy import Policy
 from fmstream.core.simulate import load_seconds, simulate
@@ -15,7 +16,7 @@ from fmstream.errors import MemoryBudgetError
 from fmstream.payloads.passes import Route
 
 FIRST_RATE = 1e9
-"""Bytes a second that are assumed before anything was measured."""
+"""Bytes a second that are assumed before anything was measured, where there is no calibration."""
 RATES = 4
 """Passes over which the best rate is taken."""
 LATENCY_SECONDS = 2e-4
@@ -40,8 +41,11 @@ class Meter:
     A pass that computes most of the time keeps few workers busy, and shows less than the link can do.
     """
 
-    def __init__(self, known: Costs | None = None) -> None:
-        self.known = known
+    def __init__(self, calibration: Calibration | None = None) -> None:
+        self.known: Costs | None = None if calibration is None else calibration.link
+        self.first_rate = FIRST_RATE
+        """Bytes a second that are assumed before anything was seen."""
+        self._calibration = calibration
         self._rates: deque[float] = deque(maxlen=RATES)
 
     @property
@@ -49,7 +53,13 @@ class Meter:
         """What moving weights costs: as it was known from the start, or else as it was seen."""
         if self.known is not None:
             return self.known
-        return Costs(max(self._rates, default=FIRST_RATE), LATENCY_SECONDS)
+        return Costs(max(self._rates, default=self.first_rate), LATENCY_SECONDS)
+
+    def begin(self, telemetry: Telemetry) -> None:
+        """Begin with the rate that a calibration has for where most weights are."""
+        if self._calibration is not None:
+            in_files = telemetry.file_bytes > telemetry.ram_bytes
+            self.first_rate = self._calibration.host_rate(from_files=in_files) or FIRST_RATE
 
     def look(self, telemetry: Telemetry) -> tuple[float, int]:
         """Busy seconds and bytes so far."""

@@ -19,12 +19,13 @@ from fmstream.actors.prefetch import PrefetchActor
 from fmstream.actors.scheduler import Scheduler
 from fmstream.config import StreamConfig
 from fmstream.core.arena import choose_page_bytes, num_pages
+from fmstream.core.calibration import load_calibration
 from fmstream.core.plan import Limits, Plan
 from fmstream.core.policy import Policy
 from fmstream.core.telemetry import PassRecord, Telemetry
 from fmstream.device.accelerator import Accelerator
 from fmstream.device.homes import FileHome
-from fmstream.device.opening import open_device
+from fmstream.device.opening import device_name, open_device
 from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, groups, saved, transforms
 from fmstream.payloads.annex import Annex
@@ -92,7 +93,8 @@ class Session:
         self._annex = Annex(card, self.telemetry, config.floor_bytes) if card is not None else None
         self.tables = Tables(card, self.telemetry, config, self._check_stop, self.weights.stream_table)
         self.weights.tables = self.tables
-        self._meter = Meter()
+        measured = config.calibration
+        self._meter = Meter(None if measured is None else load_calibration(measured, device_name(self.device)))
         self._passbook = Passbook(self.telemetry, config.policy, self._learn)
         self._spilled = False
         self._activated = False
@@ -194,8 +196,9 @@ class Session:
             if self._is_automatic:
                 # The user's own tensors come first, and how much they take is seen in a pass.
                 self._executor.resize(annex.room.smallest)
-            if self._meter.known is None:
-                self._meter.known = annex.probe(self._executor)
+            self._meter.known = annex.learn_costs(self._executor, self._meter.known)
+        else:
+            self._meter.begin(self.telemetry)
         self.weights.executor = self._executor
         limits = Limits(
             memory_bytes=frames * page_bytes,

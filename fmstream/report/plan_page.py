@@ -16,7 +16,10 @@ NEAR: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the cost model assumes of a card; rates are bytes or floating-point operations a second."""
+    """What the cost model assumes of a card; rates are bytes or floating-point operations a second.
+
+    ``link_is_measured`` tells whether the link's are from a calibration; the rest are estimates.
+    """
 
     key: str
     name: str
@@ -25,6 +28,7 @@ class CardFacts:
     memory_bytes_per_second: float
     gemm_flops: float
     attention_flops: float
+    link_is_measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,7 @@ def _head(page: PlanPage) -> Any:
 
 def _facts(page: PlanPage) -> Iterator[tuple[str, str]]:
     model, card = page.model, page.card
+    trust = "the link as measured, the rest estimates" if card.link_is_measured else "estimates, uncalibrated"
     kinds = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in model.dtypes.items())
     yield "model", f"{model.target}: {model.name}, {model.num_parameters / 1e9:.2f} billion parameters, {kinds}"
     yield "step", model.step
@@ -182,7 +187,7 @@ def _facts(page: PlanPage) -> Iterator[tuple[str, str]]:
         "card",
         f"{card.name}, {format_bytes(card.memory_bytes)}, link {format_rate(card.link_bytes_per_second)}, "
         f"{card.gemm_flops / 1e12:.0f} TFLOP/s (attention {card.attention_flops / 1e12:.0f}), "
-        f"memory {format_rate(card.memory_bytes_per_second)}; estimates, uncalibrated",
+        f"memory {format_rate(card.memory_bytes_per_second)}; {trust}",
     )
     ratio = page.compute_seconds / page.link_seconds
     yield (

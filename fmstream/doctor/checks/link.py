@@ -73,7 +73,7 @@ def link_generation(system: System, gpu: Gpu) -> Result:
     state = "" if isinstance(after, Unread) else f" in state P{after}"
     return unknown(
         f"gen {generation} of {best} while idle{state}: a card slows its link when nothing is to be copied",
-        "look again while something is copied to the card",
+        "fmstream bandwidth reads it under load",
         _possible(best, own),
     )
 
@@ -106,7 +106,7 @@ def path_to_root(system: System, gpu: Gpu) -> Result:
     if gpu.pci.is_removable:
         return info(
             "outside the case, behind a tunnel whose ports report 2.5 GT/s whatever they carry",
-            advice="the trial of pinned copies (check 13) tells what the link carries",
+            advice="fmstream bandwidth tells what the link carries",
         )
     own = _rate(gpu.own_link)
     if own is None:

@@ -156,7 +156,7 @@ def _by_kind(system: System, mount: Mount, read: str) -> Result:
         where = "the Linux side (ext4), such as your home folder" if system.is_wsl else "a disk of this machine"
         return warn(read, "a file system of this machine's own", f"move the model to {where}: reads are slow here")
     if mount.kind in REMOTE:
-        return info(read, "", "a network file system: time a read of the model from there")
+        return info(read, "", "a network file system: fmstream bandwidth --path MODEL tells how fast it is")
     if mount.kind in IN_RAM:
         return info(read, "", "it takes the host's memory: weights there count twice once they are pinned")
     turns = is_rotational(system.sysfs, mount.device)

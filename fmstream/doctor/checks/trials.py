@@ -85,7 +85,7 @@ def pinned_copies(system: System, gpu: Gpu) -> Result:
         return warn(
             read,
             limit,
-            "see the checks of link, NUMA node and clocks",
+            "see the checks of link, NUMA node and clocks; fmstream bandwidth shows it by size of copy",
         )
     return ok(read, limit) if share >= GOOD else info(read, limit)
 
