@@ -57,7 +57,8 @@ class Passbook:
 
     def _write(self, ended: Ended) -> None:
         root, current, tape = ended.root, ended.current, ended.current.tape
-        root.between = tape.start - root.ended if root.ended else 0.0
+        if root.ended:
+            root.pauses.append(tape.start - root.ended)
         root.ended = tape.start + tape.seconds
         waited = tape.waited
         if not tape.timed and ended.on_route and current.route is not None:

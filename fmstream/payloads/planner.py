@@ -132,6 +132,7 @@ class Planner:
             costs=costs,
             lookahead=plan.lookahead,
             wrap=plan.wrap,
+            across=plan.across,
         )
         link = sum(load_seconds(unit.num_bytes, costs) for unit in plan.units)
         free = trace.between if plan.wrap else 0.0

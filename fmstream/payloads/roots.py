@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from fmstream.payloads.sites import Site
 
 MAX_ROUTES = 8
 """Routes kept for each root; the oldest is dropped."""
+PAUSES = 8
+"""Pauses between passes that are remembered."""
 
 
 @dataclass(slots=True)
@@ -29,7 +32,13 @@ class Root:
     wants_times: bool = False
     """Whether the times of its passes are off, so that they are to be taken anew."""
     ended: float = 0.0
-    between: float = 0.0
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
+    """Seconds from the end of a pass to the begin of the next."""
+
+    @property
+    def between(self) -> float:
+        """Seconds between two passes that can be counted on: a longer pause may have been a wait for the link."""
+        return min(self.pauses, default=0.0)
 
     def route(self, key: Any) -> Route | None:
         """The route for a kind of call, else the latest one."""
