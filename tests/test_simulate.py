@@ -191,7 +191,7 @@ def test_the_compiled_player_is_the_plain_one(
 
 
 def test_what_the_user_copies_waits_for_units_issued_before_their_pass() -> None:
-    # Four units of 1 s compute and 1 s link each; room for three.  Two are issued when the pass ends: 2 s of link.
+    # Four units of 1 s compute and 0.5 s link each, room for three: the last copy begins when the pass ends.
     starts, ends = np.array([0.0, 1.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])
     uses = Uses(starts, ends, np.full(4, 1, np.int64), np.full(4, 0.5))
     args = (3, 4.0, 0.0, 0.0, None, True)

@@ -24,6 +24,10 @@ GAIN = 0.97
 """Another plan is worth its reload if it takes less than this share of the present one's time,"""
 FEWER_BYTES = 0.9
 """or if it takes no longer and moves less than this share of the bytes: each costs memory bandwidth and a core."""
+REPAID_IN = 10
+"""Passes over which what another plan costs at first must be repaid: many loops have no more than a dozen or two."""
+COMPARED = 2
+"""Times that residents cost their way over the link: they are brought, and compared in the first pass that shows them."""
 REFINE_AFTER = (1, 3)
 """Passes on a route after which its times are taken anew: the traced pass was colder than the others."""
 DRIFT = 0.25
@@ -111,7 +115,7 @@ class Planner:
         predicted = self.predict(route.plan, trace)
         better = self.make(trace, pinned, allowed)
         fits = allowed is None or route.memory_bytes <= allowed
-        if better is not None and (not fits or _is_worth_it(better, route, predicted.seconds)):
+        if better is not None and (not fits or self._is_worth_it(better, route, predicted.seconds)):
             following = better
             self._patience = DRIFT_PASSES
         else:
@@ -139,14 +143,24 @@ class Planner:
         regime = "compute-bound" if trace.seconds >= link else "link-bound"
         return Prediction(seconds, trace.seconds, link, max(trace.seconds, link - free), regime)
 
+    def _is_worth_it(self, better: Route, present: Route, present_seconds: float) -> bool:
+        """Whether to exchange a route, whose passes are predicted to take so long, for another one."""
+        seconds = better.predicted.seconds + self._exchange_seconds(better) / REPAID_IN
+        if seconds < GAIN * present_seconds:
+            return True
+        if seconds > present_seconds / GAIN:
+            return False
+        return (
+            better.plan.streamed_bytes < FEWER_BYTES * present.plan.streamed_bytes
+            or better.memory_bytes < FEWER_BYTES * present.memory_bytes
+        )
 
-def _is_worth_it(better: Route, present: Route, present_seconds: float) -> bool:
-    seconds = better.predicted.seconds
-    if seconds < GAIN * present_seconds:
-        return True
-    if seconds > present_seconds / GAIN:
-        return False
-    return (
-        better.plan.streamed_bytes < FEWER_BYTES * present.plan.streamed_bytes
-        or better.memory_bytes < FEWER_BYTES * present.memory_bytes
-    )
+    def _exchange_seconds(self, route: Route) -> float:
+        """What it costs to put a route in force where the fast memory is RAM: all that is resident comes anew.
+
+        An accelerator compares nothing, and brings its residents in less than the time of a pass.
+        """
+        if self.meter.known is not None:
+            return 0.0
+        resident_bytes = sum(route.trace.sizes[param] for param in route.plan.resident)
+        return COMPARED * resident_bytes / self.meter.costs.bytes_per_second
