@@ -186,7 +186,8 @@ def test_the_compiled_player_is_the_plain_one(
     ends = np.cumsum([seconds for _, seconds, _ in shapes])
     starts = np.concatenate(([0.0], ends[:-1]))
     loads = np.array([seconds for _, _, seconds in shapes])
-    args = (starts, ends, pages, loads, int(pages.max()) + spare, float(ends[-1]), 0.5, 0.1, ahead, wrap, across, shared)
+    uses = (starts, ends, pages, loads)
+    args = (*uses, int(pages.max()) + spare, float(ends[-1]), 0.5, 0.1, ahead, wrap, across, shared)
     assert compiled()(*args) == pytest.approx(play_plainly(*args), abs=1e-12)
 
 

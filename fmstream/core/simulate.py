@@ -101,7 +101,8 @@ def play(
     """Seconds of a steady pass over ``uses``; the other arguments are those of `simulate`.
 
     With ``shared`` a pass begins with a copy of the user's, small but behind all that was issued, and its time counts
-    from before that.  Where runs skip the window's end at another place in each pass, passes differ: then it is the mean of the last few.
+    from before that.  Where runs skip the window's end at another place in each pass, passes differ: then it is the
+    mean of the last few.
     """
     count = len(uses.pages)
     if count == 0:
@@ -130,7 +131,7 @@ def play_plainly(
 ) -> float:
     """The player as plain Python: the meaning of the compiled one.
 
-    ``ahead`` units are issued before the one in use, ``across`` of them before the pass they belong to (-1: any number).
+    ``ahead`` units are issued before the one in use, ``across`` of them before their pass (-1: any number).
     Counters and positions in the window are absolute: they go on from pass to pass, as those of `Window` do.
     """
     count, total = starts.shape[0], starts.shape[0] * PASSES

@@ -57,9 +57,9 @@ def small_params(trace: Trace, limits: Limits) -> frozenset[int]:
 def cut(trace: Trace, limits: Limits, *, keep_small: bool = True) -> Cut:
     """Cut a trace into groups.
 
-    Small parameters (with ``keep_small``) and pinned ones are resident.  A call with calls inside is one group with them if their parameters
-    fit a quarter of the memory.  Else, or where it binds little itself beside them (a block with a table of its own),
-    that is resident and its inner calls are cut on their own.
+    Small parameters (with ``keep_small``) and pinned ones are resident.  A call with calls inside is one group with
+    them if their parameters fit a quarter of the memory.  Else, or where it binds little itself beside them (a block
+    with a table of its own), that is resident and its inner calls are cut on their own.
 
     Raises:
         MemoryBudgetError: the residents and the largest group do not fit, even with no small tensor resident.

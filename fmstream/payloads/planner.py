@@ -27,7 +27,7 @@ FEWER_BYTES = 0.9
 REPAID_IN = 10
 """Passes over which what another plan costs at first must be repaid: many loops have no more than a dozen or two."""
 COMPARED = 2
-"""Times that residents cost their way over the link: they are brought, and compared in the first pass that shows them."""
+"""Times that residents cost their way over the link: the first pass that shows them compares their bytes."""
 REFINE_AFTER = (1, 3)
 """Passes on a route after which its times are taken anew: the traced pass was colder than the others."""
 DRIFT = 0.25
