@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from bench.scenarios import (
     PLAIN_FENCES,
+    broken_off_pass,
     by_hand,
     edited_passes,
-    broken_off_pass,
     pinned_passes,
     replaced,
     resident_passes,

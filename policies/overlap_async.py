@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fmstream.core.climb import GOOD_ENOUGH, improve
-from fmstream.core.drafts import SPACINGS, TIE, Choice, Draft, Drawing, all_resident
+from fmstream.core.drafts import COMPUTE_TIE, SPACINGS, TIE, Choice, Draft, Drawing, all_resident
 from fmstream.core.outlook import Outlook
 from fmstream.core.plan import Costs, Limits, Plan
 from fmstream.core.policy import register
@@ -43,7 +43,8 @@ def plan(trace: Trace, limits: Limits, costs: Costs) -> Plan:
         return resident
     drawing = Drawing(trace, limits, costs, lookahead=limits.lookahead, wrap=limits.lookahead != 0)
     found = [_search(drawing)]
-    if drawing.kept > limits.pinned and drawing.memory_pages < TIGHT * drawing.largest_pages(0):
+    is_late = found[0].draft.seconds > (1 + COMPUTE_TIE) * drawing.bound(0)
+    if is_late and drawing.kept > limits.pinned and drawing.memory_pages < TIGHT * drawing.largest_pages(0):
         found.append(_search(replace(drawing, keep_small=False)))
     best = min(found, key=lambda each: each.score)
     return best.drawing.plan(NAME, best.draft)

@@ -78,10 +78,13 @@ class Planner:
         self._off = 0
         self._patience = DRIFT_PASSES
 
-    def make(self, trace: Trace, pinned: frozenset[int], allowed: int | None = None) -> Route | None:
+    def make(
+        self, trace: Trace, pinned: frozenset[int], allowed: int | None = None, near: int | None = None
+    ) -> Route | None:
         """A first route for a trace; None where no plan fits, so that passes go on loading on demand.
 
-        ``allowed`` is what activations leave of the limits' memory, if that is known to be less.
+        ``allowed`` is what activations leave of the limits' memory, if that is known to be less; ``near`` is what a
+        route for such a trace took.
         """
         limits = replace(self.limits, pinned=pinned & trace.params)
         if allowed is not None and allowed < limits.memory_bytes:
@@ -89,7 +92,7 @@ class Planner:
         costs = self.meter.costs
         try:
             if self.automatic:
-                limits = replace(limits, memory_bytes=least_memory(trace, limits, costs, self.policy))
+                limits = replace(limits, memory_bytes=least_memory(trace, limits, costs, self.policy, near=near))
             return Route(trace, self.policy(trace, limits, costs), limits.memory_bytes)
         except MemoryBudgetError:
             return None
@@ -113,7 +116,7 @@ class Planner:
     def improve(self, route: Route, trace: Trace, pinned: frozenset[int], allowed: int | None = None) -> Route | None:
         """The route with a prediction from newer times, or a new one where that is clearly faster."""
         predicted = self.predict(route.plan, trace)
-        better = self.make(trace, pinned, allowed)
+        better = self.make(trace, pinned, allowed, route.memory_bytes)
         fits = allowed is None or route.memory_bytes <= allowed
         if better is not None and (not fits or self._is_worth_it(better, route, predicted.seconds)):
             following = better

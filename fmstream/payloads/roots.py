@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from fmstream.actors.loads import POLL_SECONDS
+from fmstream.actors.tape import Tape
 from fmstream.payloads.passes import Route
 from fmstream.payloads.sites import Site
 
 MAX_ROUTES = 8
 """Routes kept for each root; the oldest is dropped."""
-PAUSES = 8
-"""Pauses between passes that are remembered."""
 
 
 @dataclass(slots=True)
@@ -31,14 +29,10 @@ class Root:
     pending_key: Any = None
     wants_times: bool = False
     """Whether the times of its passes are off, so that they are to be taken anew."""
-    ended: float = 0.0
-    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
-    """Seconds from the end of a pass to the begin of the next."""
-
-    @property
-    def between(self) -> float:
-        """Seconds between two passes that can be counted on: a longer pause may have been a wait for the link."""
-        return min(self.pauses, default=0.0)
+    latest_tape: Tape | None = None
+    """That of the last pass whose times were taken."""
+    between: float = 0.0
+    """Seconds between two passes, as they were last seen."""
 
     def route(self, key: Any) -> Route | None:
         """The route for a kind of call, else the latest one."""
