@@ -14,9 +14,9 @@ from bench.latent_loops import fences as fences_of_latents
 from bench.row_scenarios import few_rows, row_passes, windows_by_hand, windows_in_a_side_stream
 from bench.scenarios import (
     PLAIN_FENCES,
+    broken_off_pass,
     by_hand,
     edited_passes,
-    lone_passes,
     pinned_passes,
     replaced,
     resident_passes,
@@ -138,7 +138,7 @@ OURS: tuple[Breaker, ...] = (
     ),
     Breaker("a new plan waits for the old one's uses", lambda: without(Uploads, "barrier"), switching_passes),
     Breaker("copies to a new slab wait for its memory", _without_both_barriers, pinned_passes),
-    Breaker("memory is unpinned behind its copies", lambda: without(Accelerator, "settle"), lone_passes),
+    Breaker("memory is unpinned behind its copies", lambda: without(Accelerator, "settle"), broken_off_pass),
     Breaker("a slab that is dropped outlives its streams", lambda: without(DeviceSlab, "used_on"), side_stream),
     Breaker("an edit of weights follows their copy", lambda: without(Master, "_settle"), edited_passes),
     Breaker(

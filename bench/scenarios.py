@@ -6,7 +6,7 @@ The device must be installed; `reports_of` puts a new machine in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -88,9 +88,23 @@ def _passes(seed: int, number: int, **options: Any) -> None:
             x = module(x)
 
 
-def lone_passes() -> None:
-    """One root, for which loads go on from pass to pass until the end."""
-    _passes(8, 10, memory="50%")
+class _GaveUp(Exception):
+    """What the user's code raises amid a pass."""
+
+
+def broken_off_pass() -> None:
+    """A pass that ends amid loads, right before the end of all."""
+    module = stack(8)
+    x = torch.ones(4, WIDTH, device="emu")
+    with fmstream.stream(module, memory="50%", device="emu"):
+        for _ in range(9):
+            x = module(x)
+        with module[DEPTH].register_forward_pre_hook(_give_up), suppress(_GaveUp):
+            module(x)
+
+
+def _give_up(module: nn.Module, args: Any) -> None:
+    raise _GaveUp
 
 
 def resident_passes() -> None:
@@ -260,7 +274,7 @@ def without_fence(name: str) -> Iterator[None]:
 
 SCENARIOS: Final[tuple[Callable[[], None], ...]] = (
     pinned_passes,
-    lone_passes,
+    broken_off_pass,
     resident_passes,
     switching_passes,
     staged_passes,

@@ -9,9 +9,11 @@ only to the microsecond is not taken.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
 from fmstream.core.climb import GOOD_ENOUGH, improve
-from fmstream.core.drafts import SPACINGS, TIE, Choice, Draft, Drawing, all_resident
+from fmstream.core.drafts import COMPUTE_TIE, SPACINGS, TIE, Choice, Draft, Drawing, all_resident
 from fmstream.core.outlook import Outlook
 from fmstream.core.plan import Costs, Limits, Plan
 from fmstream.core.policy import register
@@ -30,6 +32,8 @@ AMPLE = 2
 """Windows up to so many times one that is enough are tried: others only move more."""
 CLIMBED = 2
 """Drafts that are improved in single places in the third."""
+TIGHT = 8
+"""Below so many times the largest group the memory may be worth more as a window than to keep small tensors in."""
 
 
 @register(NAME)
@@ -38,6 +42,22 @@ def plan(trace: Trace, limits: Limits, costs: Costs) -> Plan:
     if (resident := all_resident(NAME, trace, limits)) is not None:
         return resident
     drawing = Drawing(trace, limits, costs, lookahead=limits.lookahead, wrap=limits.lookahead != 0)
+    found = [_search(drawing)]
+    is_late = found[0].draft.seconds > (1 + COMPUTE_TIE) * drawing.bound(0)
+    if is_late and drawing.kept > limits.pinned and drawing.memory_pages < TIGHT * drawing.largest_pages(0):
+        found.append(_search(replace(drawing, keep_small=False)))
+    best = min(found, key=lambda each: each.score)
+    return best.drawing.plan(NAME, best.draft)
+
+
+class _Found(NamedTuple):
+    score: float
+    drawing: Drawing
+    draft: Draft
+
+
+def _search(drawing: Drawing) -> _Found:
+    """The best draft of a drawing."""
     outlook = Outlook(drawing)
     drawn = _draw(drawing, _choices(drawing))
     fast = (1 + NEAR) * min(draft.seconds for draft in drawn.values())
@@ -46,10 +66,11 @@ def plan(trace: Trace, limits: Limits, costs: Costs) -> Plan:
     scores |= {choice: outlook.draft_score(draft) for choice, draft in variants.items()}
     drawn |= variants
     best = [drawn[choice] for choice in sorted(scores, key=lambda choice: (scores[choice], choice))]
-    if limits.unit_bytes is None:
+    if drawing.limits.unit_bytes is None:
         climbed = [improve(drawing, outlook, draft) for draft in best[:CLIMBED]]
         best = sorted(climbed, key=outlook.draft_score)
-    return drawing.plan(NAME, best[0])
+    draft = outlook.ending(best[0])
+    return _Found(outlook.draft_score(draft, shared=drawing.costs.shared), drawing, draft)
 
 
 def _choices(drawing: Drawing) -> list[Choice]:

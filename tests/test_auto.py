@@ -7,7 +7,7 @@ import pytest
 from fmstream import policies
 from fmstream.core.arena import choose_page_bytes
 from fmstream.core.auto import least_memory
-from fmstream.core.plan import Costs, Limits
+from fmstream.core.plan import Costs, Limits, Plan
 from fmstream.core.trace import Trace
 from fmstream.errors import MemoryBudgetError
 from tests.traces import blocks, flat
@@ -75,3 +75,23 @@ def test_what_never_is_free_gets_as_near_as_all_the_memory() -> None:
 def test_where_no_plan_fits_it_says_so() -> None:
     with pytest.raises(MemoryBudgetError, match="streaming needs"):
         least_memory(flat([1 << 20] * 3, [1.0] * 3), Limits(1 << 19, 64), COSTS, POLICY)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("off", [0.8, 1.0, 1.3])
+def test_what_was_the_least_before_makes_the_search_quick(ratio: float, off: float) -> None:
+    trace = trace_of(ratio)
+    limits = limits_of(trace, 0.9)
+    memories: list[int] = []
+
+    def counted(trace: Trace, limits: Limits, costs: Costs) -> Plan:
+        memories.append(limits.memory_bytes)
+        return POLICY(trace, limits, costs)
+
+    least = least_memory(trace, limits, COSTS, POLICY)
+    near = int(off * least) // limits.page_bytes * limits.page_bytes
+    found = least_memory(trace, limits, COSTS, counted, near=near)
+    assert found == pytest.approx(least, rel=0.05), "to two percent each, and plans are not quite monotonic"
+    if off == 1.0:
+        assert memories[1] == least
+        assert len(memories) <= 4, "all the memory, the least before, and less than that"

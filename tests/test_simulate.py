@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmstream.core.plan import Costs, Unit
-from fmstream.core.simulate import compiled, play_plainly, simulate
+from fmstream.core.simulate import Uses, compiled, play, play_plainly, simulate
 from fmstream.core.trace import Call, Trace
 from tests.traces import flat
 
@@ -176,13 +176,36 @@ def test_a_pass_is_never_shorter_than_its_compute_nor_longer_than_on_demand(
     st.integers(0, 30),
     st.integers(0, 11),
     st.booleans(),
+    st.integers(-1, 12),
+    st.booleans(),
 )
 def test_the_compiled_player_is_the_plain_one(
-    shapes: list[tuple[int, float, float]], spare: int, ahead: int, wrap: bool
+    shapes: list[tuple[int, float, float]], spare: int, ahead: int, wrap: bool, across: int, shared: bool
 ) -> None:
     pages = np.array([pages for pages, _, _ in shapes], np.int64)
     ends = np.cumsum([seconds for _, seconds, _ in shapes])
     starts = np.concatenate(([0.0], ends[:-1]))
     loads = np.array([seconds for _, _, seconds in shapes])
-    args = (starts, ends, pages, loads, int(pages.max()) + spare, float(ends[-1]), 0.5, 0.1, ahead, wrap)
+    uses = (starts, ends, pages, loads)
+    args = (*uses, int(pages.max()) + spare, float(ends[-1]), 0.5, 0.1, ahead, wrap, across, shared)
     assert compiled()(*args) == pytest.approx(play_plainly(*args), abs=1e-12)
+
+
+def test_what_the_user_copies_waits_for_units_issued_before_their_pass() -> None:
+    # Four units of 1 s compute and 0.5 s link each, room for three: the last copy begins when the pass ends.
+    starts, ends = np.array([0.0, 1.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])
+    uses = Uses(starts, ends, np.full(4, 1, np.int64), np.full(4, 0.5))
+    args = (3, 4.0, 0.0, 0.0, None, True)
+    assert play(uses, *args) == pytest.approx(4.0)
+    assert play(uses, *args, across=None, shared=True) == pytest.approx(4.5)
+    # The second is issued when the next pass begins, and comes in time for its use.
+    assert play(uses, *args, across=1, shared=True) == pytest.approx(4.0)
+    assert play(uses, *args, across=0, shared=True) == pytest.approx(4.5)
+
+
+def test_none_across_is_not_to_wrap_but_for_the_beginning_of_a_pass() -> None:
+    starts, ends = np.array([1.0, 2.0]), np.array([2.0, 3.0])
+    uses = Uses(starts, ends, np.full(2, 1, np.int64), np.full(2, 1.0))
+    # Without wrap the first unit is asked for at its entry, a second into the pass.
+    assert play(uses, 2, 3.0, 0.0, 0.0, None, False) == pytest.approx(4.0)
+    assert play(uses, 2, 3.0, 0.0, 0.0, None, True, across=0) == pytest.approx(3.0)

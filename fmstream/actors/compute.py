@@ -47,6 +47,7 @@ class Executor:
         self.streamed_bytes = 0
         self._units: list[Run] = []
         self._next = 0
+        self._at = -1
         self._forget()
 
     def _forget(self) -> None:
@@ -108,14 +109,17 @@ class Executor:
         self._use_pages(PageTable(page + self.num_frames, self.num_frames))
         if plan.window_bytes:
             self.window = self.arena.split(plan.window_bytes)
-        self._next = 0
+        self._next, self._at = 0, -1
         if resident_run:
             self.residents = self._submit(resident_run, 0, slab)
             self.loads.arrive(self.residents)
         self.plan = plan
 
-    def bind_residents(self) -> None:
-        """Show the residents, at the start of a pass."""
+    def begin_pass(self) -> None:
+        """A pass begins: show the residents, and issue what waited for that."""
+        if self.plan is not None and self.plan.wrap and self._at >= 0:
+            self._at = -1
+            self._top_up()
         if self.residents is not None:
             self.loads.arrive(self.residents)
             self._bind(self.residents)
@@ -136,7 +140,7 @@ class Executor:
         else:
             self._next = index
             loaded = self._issue_next()
-        self.current = loaded
+        self.current, self._at = loaded, index
         if self.plan is not None and self.plan.lookahead != 0:
             self._top_up()
         self.loads.arrive(loaded)
@@ -179,6 +183,8 @@ class Executor:
         if plan is None or window is None or not self._units:
             return
         most = len(self._units) - 1 if plan.lookahead is None else plan.lookahead
+        if plan.across is not None:
+            most = min(most, len(self._units) - 1 - self._at + plan.across)
         while len(self._ahead) < most and (plan.wrap or self._next != 0):
             run = self._units[self._next]
             if self.current is not None and self.current.run is run:

@@ -52,6 +52,9 @@ class Tape(Protocol):
     def resolve(self, stamps: Sequence[Stamp]) -> list[float]:
         """Stamps as seconds on the compute clock; negative ones are left as they are."""
 
+    def pause(self, before: Tape) -> float | None:
+        """Seconds between the end of an earlier pass and this one, both finished; None where they cannot be told."""
+
 
 class Waiting(Protocol):
     """Counts the seconds that computing waited for weights."""
@@ -106,6 +109,10 @@ class HostTape:
         """They are seconds already."""
         return list(stamps)
 
+    def pause(self, before: Tape) -> float | None:
+        """From end to start."""
+        return self.start - before.start - before.seconds
+
 
 @dataclass(slots=True)
 class Timeline:
@@ -133,6 +140,8 @@ class StreamTape:
     seconds: float = 0.0
     waited: float = 0.0
     is_open: bool = True
+    quiet: Mark | None = None
+    """Behind all copies that were issued by the end of the pass."""
     copies: list[tuple[str, Mark, Mark, int]] = field(default_factory=list)
     """Copies that were issued in the pass: name, points before and behind, and bytes."""
     _marks: list[Mark] = field(default_factory=list)
@@ -173,6 +182,7 @@ class StreamTape:
     def end(self) -> None:
         """The pass is over."""
         self._marks.append(self.device.mark(timed=True))
+        self.quiet = self.device.mark(self.device.copies, timed=True)
         self.is_open = False
 
     def is_done(self) -> bool:
@@ -210,3 +220,18 @@ class StreamTape:
     def resolve(self, stamps: Sequence[Stamp]) -> list[float]:
         """Seconds of marks by their numbers."""
         return [self._clock[int(stamp)] if stamp >= 0 else stamp for stamp in stamps]
+
+    def pause(self, before: Tape) -> float | None:
+        """What the user's code took: neither a wait for the link to do what was issued, nor the reading of marks.
+
+        It is asked for where plans are made of the times.
+        """
+        assert isinstance(before, StreamTape)
+        if not self.timed or before.timed or before.quiet is None:
+            return None
+        ended = before.start + before.seconds
+        if before.quiet.event.query():
+            quiet: float = before.start + before._marks[0].event.elapsed_time(before.quiet.event) / 1e3
+            if ended < quiet < self.start:
+                return self.start - quiet
+        return self.start - ended

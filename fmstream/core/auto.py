@@ -16,12 +16,20 @@ PRECISION = 0.02
 """Share of itself to which the least memory is found."""
 
 
-def least_memory(trace: Trace, limits: Limits, costs: Costs, policy: Policy, tolerance: float = TOLERANCE) -> int:
+def least_memory(
+    trace: Trace,
+    limits: Limits,
+    costs: Costs,
+    policy: Policy,
+    tolerance: float = TOLERANCE,
+    near: int | None = None,
+) -> int:
     """Bytes of fast memory that a pass can make use of, at most ``limits.memory_bytes``.
 
     Compute-bound: the least, in whole pages and to two percent, with which the policy's plan is
     predicted to last no longer than compute alone by more than ``tolerance`` (or than with all the memory, if that
-    lasts longer).  Link-bound: all of it, for every byte that stays is one less to move.
+    lasts longer).  Link-bound: all of it, for every byte that stays is one less to move.  The search is quick where
+    the answer is ``near`` bytes, which an earlier one found.
 
     Raises `MemoryBudgetError` where not even all the memory suffices for a plan.
     """
@@ -32,14 +40,20 @@ def least_memory(trace: Trace, limits: Limits, costs: Costs, policy: Policy, tol
     allowed = max(allowed, full.seconds)
     low = _too_few_pages(trace, limits, costs, allowed)
     high = limits.memory_bytes // limits.page_bytes
-    while high - low > max(1, int(PRECISION * high)):
-        middle = max(low + 1, isqrt(low * high))
+    guess = before = -1 if near is None else near // limits.page_bytes
+    while high - low > _step(high):
+        middle = guess if low < guess < high else max(low + 1, isqrt(low * high))
         made = _plan(trace, replace(limits, memory_bytes=middle * limits.page_bytes), costs, policy)
         if made is not None and made.predicted.seconds <= allowed:
-            high = middle
+            high, guess = middle, middle - _step(middle) if middle == before else -1
         else:
-            low = middle
+            low, guess = middle, -1
     return high * limits.page_bytes
+
+
+def _step(pages: int) -> int:
+    """Pages to which the least is found."""
+    return max(1, int(PRECISION * pages))
 
 
 def _too_few_pages(trace: Trace, limits: Limits, costs: Costs, allowed: float) -> int:

@@ -54,6 +54,7 @@ class Draft(NamedTuple):
     resident: frozenset[int]
     groups: list[Group]
     window_pages: int
+    across: int | None = None
 
     @property
     def streamed_bytes(self) -> int:
@@ -73,12 +74,13 @@ class Drawing:
     costs: Costs
     lookahead: int | None
     wrap: bool
+    keep_small: bool = True
     groups: list[Group] = field(init=False)
     kept: frozenset[int] = field(init=False)
     _chunks: dict[int, list[Group]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        groups, self.kept = cut(self.trace, self.limits)
+        groups, self.kept = cut(self.trace, self.limits, keep_small=self.keep_small)
         self.memory_pages = self.limits.memory_bytes // self.limits.page_bytes
         self.kept_bytes = sum(self.trace.sizes[p] for p in self.kept)
         self.room_pages = self.memory_pages - self.pages(self.kept_bytes)
@@ -158,15 +160,27 @@ class Drawing:
 
     def settle(self, resident: frozenset[int], groups: list[Group], window_pages: int) -> Draft | None:
         """Simulate residents and units; None where a unit is larger than the window."""
-        num_bytes = np.array([group.num_bytes for group in groups], np.int64)
-        if self.pages(int(num_bytes.max(initial=0))) > window_pages:
+        if self.pages(max((group.num_bytes for group in groups), default=0)) > window_pages:
             return None
-        starts = np.array([group.start for group in groups], np.float64)
-        ends = np.array([group.end for group in groups], np.float64)
+        return self.across(Draft(0.0, resident, groups, window_pages if groups else 0), None)
+
+    def across(self, draft: Draft, number: int | None) -> Draft:
+        """The draft with so many units issued before the pass that they belong to, simulated."""
+        num_bytes = np.array([group.num_bytes for group in draft.groups], np.int64)
+        starts = np.array([group.start for group in draft.groups], np.float64)
+        ends = np.array([group.end for group in draft.groups], np.float64)
         trace, costs = self.trace, self.costs
-        uses = uses_of(starts, ends, num_bytes, self.limits.page_bytes, costs)
-        seconds = play(uses, window_pages, trace.seconds, trace.between, costs.seen_seconds, self.lookahead, self.wrap)
-        return Draft(seconds, resident, groups, window_pages if groups else 0)
+        seconds = play(
+            uses_of(starts, ends, num_bytes, self.limits.page_bytes, costs),
+            draft.window_pages,
+            trace.seconds,
+            trace.between,
+            costs.seen_seconds,
+            self.lookahead,
+            self.wrap,
+            number,
+        )
+        return draft._replace(seconds=seconds, across=number)
 
     def least_moved(self, window_pages: int) -> int:
         """Bytes that every draft with a window of that size moves in a pass, at least."""
@@ -188,6 +202,7 @@ class Drawing:
             lookahead=self.lookahead,
             wrap=self.wrap,
             predicted=predict(self.trace, draft, self.costs, self.wrap),
+            across=draft.across,
         )
 
 

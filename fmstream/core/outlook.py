@@ -21,6 +21,10 @@ MEASURED_WEIGHT = 0.5
 DRAG = 0.02
 """Share of the link's busy time that counts as lost: what moves takes memory bandwidth from compute."""
 SEED = 7
+ACROSS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Units that may be issued before their pass, where fewer than all that fit are tried;"""
+ACROSS_GAIN = 1e-4
+"""fewer are taken if they lower the score by more than this."""
 
 
 class World(NamedTuple):
@@ -71,12 +75,28 @@ class Outlook:
         """Times on the measured compute clock as they are on that of each world."""
         return [np.interp(measured, self._knots, world.clock) for world in self.worlds]
 
-    def draft_score(self, draft: Draft) -> float:
-        """The score of a draft."""
+    def draft_score(self, draft: Draft, *, shared: bool = False) -> float:
+        """The score of a draft; ``shared``: as if what the user copies before a pass waited for the link."""
         starts = self.times(np.array([group.start for group in draft.groups], np.float64))
         ends = self.times(np.array([group.end for group in draft.groups], np.float64))
         num_bytes = np.array([group.num_bytes for group in draft.groups], np.int64)
-        return self.score(starts, ends, num_bytes, draft.window_pages)
+        return self.score(starts, ends, num_bytes, draft.window_pages, draft.across, shared)
+
+    def ending(self, draft: Draft) -> Draft:
+        """The draft, with only so many units issued before their pass that what the user copies then waits little."""
+        drawing, groups = self.drawing, draft.groups
+        if not (drawing.costs.shared and drawing.wrap and groups):
+            return draft
+        fitting = draft.window_pages // max(1, drawing.pages(min(group.num_bytes for group in groups)))
+        best, least = draft, self.draft_score(draft, shared=True)
+        for number in reversed(ACROSS):
+            if number >= min(len(groups), fitting):
+                continue
+            other = drawing.across(draft, number)
+            score = self.draft_score(other, shared=True)
+            if score < least - ACROSS_GAIN:
+                best, least = other, score
+        return best
 
     def score(
         self,
@@ -84,6 +104,8 @@ class Outlook:
         ends: list[NDArray[np.float64]],
         num_bytes: NDArray[np.int64],
         window_pages: int,
+        across: int | None = None,
+        shared: bool = False,
     ) -> float:
         """Weighted mean over the worlds of a pass's time over its bound, and the drag of what moves; less is better.
 
@@ -91,12 +113,15 @@ class Outlook:
             starts, ends: for each world, when each unit is in use.
             num_bytes: bytes of each unit.
             window_pages: size of the window.
+            across: units that are issued before their pass, None: all that fit.
+            shared: whether a pass begins with a copy of the user's behind what was issued.
         """
         drawing, score = self.drawing, 0.0
         for world, begins, leaves in zip(self.worlds, starts, ends, strict=True):
             uses = uses_of(begins, leaves, num_bytes, drawing.limits.page_bytes, world.costs)
             between, seen = drawing.trace.between, world.costs.seen_seconds
-            seconds = play(uses, window_pages, world.seconds, between, seen, drawing.lookahead, drawing.wrap)
+            way = (drawing.lookahead, drawing.wrap, across, shared)
+            seconds = play(uses, window_pages, world.seconds, between, seen, *way)
             score += world.weight * seconds / world.bound
         return score + self.drag(int(num_bytes.sum()))
 

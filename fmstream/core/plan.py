@@ -35,11 +35,13 @@ class Costs:
         bytes_per_second: sustained rate of the link (disk to fast memory, or host to device).
         latency_seconds: time for which a load occupies the link beyond its bytes, paid once per unit.
         seen_seconds: time from the end of a load to when compute may use it; the link is free meanwhile.
+        shared: whether what the user copies before a pass crosses the same link, behind loads that were issued.
     """
 
     bytes_per_second: float
     latency_seconds: float = 0.0
     seen_seconds: float = 0.0
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Plan:
         lookahead: units that may be issued ahead of the one in use; 0 loads on demand; None: all that fit.
         wrap: whether units of the next pass are issued before this one has ended.
         predicted: what the simulation expects.
+        across: units of the next pass that are issued before this one has ended, where ``wrap``; the others when the
+            next one begins.  None: all that fit.
     """
 
     policy: str
@@ -93,6 +97,7 @@ class Plan:
     lookahead: int | None
     wrap: bool
     predicted: Prediction
+    across: int | None = None
 
     @property
     def streamed_bytes(self) -> int:

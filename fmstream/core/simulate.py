@@ -62,6 +62,7 @@ def simulate(
     costs: Costs,
     lookahead: int | None,
     wrap: bool,
+    across: int | None = None,
 ) -> float:
     """Seconds of a steady pass under a plan, from its start to its end.
 
@@ -72,7 +73,8 @@ def simulate(
         costs: the link carries one load at a time, each for ``latency + bytes / rate``; compute may use it ``seen``
             seconds later.
         lookahead: units that may be issued ahead of the one in use; 0: at its entry; None: all that fit.
-        wrap: whether units of the next pass may be issued before this one has ended.
+        wrap: whether units of the next pass may be issued before this one has ended,
+        across: and how many of them; None: all that fit.
     """
     uses = uses_of(
         np.array([trace.calls[unit.first].start for unit in units], np.float64),
@@ -82,7 +84,7 @@ def simulate(
         costs,
     )
     frames = window_bytes // page_bytes
-    return play(uses, frames, trace.seconds, trace.between, costs.seen_seconds, lookahead, wrap)
+    return play(uses, frames, trace.seconds, trace.between, costs.seen_seconds, lookahead, wrap, across)
 
 
 def play(
@@ -93,10 +95,14 @@ def play(
     seen_seconds: float,
     lookahead: int | None,
     wrap: bool,
+    across: int | None = None,
+    shared: bool = False,
 ) -> float:
     """Seconds of a steady pass over ``uses``; the other arguments are those of `simulate`.
 
-    Where runs skip the window's end at another place in each pass, passes differ: then it is the mean of the last few.
+    With ``shared`` a pass begins with a copy of the user's, small but behind all that was issued, and its time counts
+    from before that.  Where runs skip the window's end at another place in each pass, passes differ: then it is the
+    mean of the last few.
     """
     count = len(uses.pages)
     if count == 0:
@@ -105,7 +111,8 @@ def play(
     if largest > num_frames:
         raise AssertionError(f"a unit of {largest} pages in a window of {num_frames}")
     ahead = count - 1 if lookahead is None else min(lookahead, count - 1)
-    return compiled()(*uses, num_frames, seconds, between, seen_seconds, ahead, wrap)
+    most = -1 if across is None else across
+    return compiled()(*uses, num_frames, seconds, between, seen_seconds, ahead, wrap, most, shared)
 
 
 def play_plainly(
@@ -119,9 +126,12 @@ def play_plainly(
     seen_seconds: float,
     ahead: int,
     wrap: bool,
+    across: int,
+    shared: bool,
 ) -> float:
-    """The player as plain Python: the meaning of the compiled one.  ``ahead`` units are issued before the one in use.
+    """The player as plain Python: the meaning of the compiled one.
 
+    ``ahead`` units are issued before the one in use, ``across`` of them before their pass (-1: any number).
     Counters and positions in the window are absolute: they go on from pass to pass, as those of `Window` do.
     """
     count, total = starts.shape[0], starts.shape[0] * PASSES
@@ -132,12 +142,19 @@ def play_plainly(
     busy_until = begin = 0.0
     for number in range(PASSES):
         waited = begin
-        horizon = total if wrap else (number + 1) * count
+        horizon = total
+        if not wrap or across >= 0:
+            horizon = min(total, (number + 1) * count + (across if wrap else 0))
+        if shared and number > 0:
+            waited = max(begin, busy_until)
         for unit in range(count):
-            # Twice: at the unit's entry, when it is sure to fit, for all before it were released; then at its exit.
-            for leaving in range(2):
-                now = waited + (ends[unit] if leaving else starts[unit])
-                limit = min(index + 1 - leaving + ahead, horizon)
+            # At the unit's entry, when it is sure to fit, for all before it were released; then at its exit.  Before
+            # the first one also when the pass begins.
+            for leaving in range(-1 if wrap and unit == 0 and number > 0 else 0, 2):
+                now = waited
+                if leaving >= 0:
+                    now += ends[unit] if leaving else starts[unit]
+                limit = min(index + (leaving == 0) + ahead, horizon)
                 while issued < limit:
                     need = pages[issued % count]
                     position = head
@@ -153,7 +170,7 @@ def play_plainly(
                     positions[issued] = position
                     ready[issued] = busy_until + seen_seconds
                     issued += 1
-                if not leaving:
+                if leaving == 0:
                     waited += max(0.0, ready[index] - now)
                     index += 1
                     tail = positions[index] if index < issued else head
@@ -170,7 +187,8 @@ def compiled() -> Callable[..., float]:
     import numba
 
     f64, i64, number = numba.float64[::1], numba.int64[::1], numba.float64
-    signature = number(f64, f64, i64, f64, numba.int64, number, number, number, numba.int64, numba.boolean)
+    n, flag = numba.int64, numba.boolean
+    signature = number(f64, f64, i64, f64, n, number, number, number, n, flag, n, flag)
     try:
         native = numba.njit(signature, cache=True, nogil=True)(play_plainly)
     except (RuntimeError, OSError):  # no writable place for the cache: compile for this process only

@@ -54,18 +54,18 @@ def small_params(trace: Trace, limits: Limits) -> frozenset[int]:
     return frozenset(small)
 
 
-def cut(trace: Trace, limits: Limits) -> Cut:
+def cut(trace: Trace, limits: Limits, *, keep_small: bool = True) -> Cut:
     """Cut a trace into groups.
 
-    Small and pinned parameters are resident.  A call with calls inside is one group with them if their parameters
-    fit a quarter of the memory.  Else, or where it binds little itself beside them (a block with a table of its own),
-    that is resident and its inner calls are cut on their own.
+    Small parameters (with ``keep_small``) and pinned ones are resident.  A call with calls inside is one group with
+    them if their parameters fit a quarter of the memory.  Else, or where it binds little itself beside them (a block
+    with a table of its own), that is resident and its inner calls are cut on their own.
 
     Raises:
         MemoryBudgetError: the residents and the largest group do not fit, even with no small tensor resident.
     """
     needed = 0
-    for small in (small_params(trace, limits), frozenset[int]()):
+    for small in [small_params(trace, limits)] * keep_small + [frozenset[int]()]:
         result = _cut(trace, limits, small | limits.pinned)
         pages = [num_pages(group.num_bytes, limits.page_bytes) for group in result.groups]
         needed = num_pages(sum(trace.sizes[p] for p in result.resident), limits.page_bytes) + max(pages, default=0)

@@ -177,7 +177,7 @@ class Accelerator:
             self.settle()
             self.pins.free(block)
         rate = (large - small) / max(each_large - each_small, 1e-9)
-        self.costs = Costs(rate, max(0.0, each_small - small / rate), max(0.0, one - each_small))
+        self.costs = Costs(rate, max(0.0, each_small - small / rate), max(0.0, one - each_small), shared=True)
         return self.costs
 
     def _copy_seconds(self, source: torch.Tensor, target: torch.Tensor, num_bytes: int, times: int) -> float:

@@ -57,8 +57,9 @@ class Passbook:
 
     def _write(self, ended: Ended) -> None:
         root, current, tape = ended.root, ended.current, ended.current.tape
-        root.between = tape.start - root.ended if root.ended else 0.0
-        root.ended = tape.start + tape.seconds
+        if root.latest_tape is not None and (pause := tape.pause(root.latest_tape)) is not None:
+            root.between = pause
+        root.latest_tape = tape
         waited = tape.waited
         if not tape.timed and ended.on_route and current.route is not None:
             waited = max(0.0, tape.seconds - current.route.trace.seconds)

@@ -25,6 +25,10 @@ GAIN = 0.97
 """Another plan is worth its reload if it takes less than this share of the present one's time,"""
 FEWER_BYTES = 0.9
 """or if it takes no longer and moves less than this share of the bytes: each costs memory bandwidth and a core."""
+REPAID_IN = 10
+"""Passes over which what another plan costs at first must be repaid: many loops have no more than a dozen or two."""
+COMPARED = 2
+"""Times that residents cost their way over the link: the first pass that shows them compares their bytes."""
 REFINE_AFTER = (1, 3)
 """Passes on a route after which its times are taken anew: the traced pass was colder than the others."""
 DRIFT = 0.25
@@ -84,10 +88,13 @@ class Planner:
         self._off = 0
         self._patience = DRIFT_PASSES
 
-    def make(self, trace: Trace, pinned: frozenset[int], allowed: int | None = None) -> Route | None:
+    def make(
+        self, trace: Trace, pinned: frozenset[int], allowed: int | None = None, near: int | None = None
+    ) -> Route | None:
         """A first route for a trace; None where no plan fits, so that passes go on loading on demand.
 
-        ``allowed`` is what activations leave of the limits' memory, if that is known to be less.
+        ``allowed`` is what activations leave of the limits' memory, if that is known to be less; ``near`` is what a
+        route for such a trace took.
         """
         limits = replace(self.limits, pinned=pinned & trace.params)
         if allowed is not None and allowed < limits.memory_bytes:
@@ -95,7 +102,7 @@ class Planner:
         costs = self.meter.costs
         try:
             if self.automatic:
-                limits = replace(limits, memory_bytes=least_memory(trace, limits, costs, self.policy))
+                limits = replace(limits, memory_bytes=least_memory(trace, limits, costs, self.policy, near=near))
             return Route(trace, self.policy(trace, limits, costs), limits.memory_bytes)
         except MemoryBudgetError:
             return None
@@ -119,9 +126,9 @@ class Planner:
     def improve(self, route: Route, trace: Trace, pinned: frozenset[int], allowed: int | None = None) -> Route | None:
         """The route with a prediction from newer times, or a new one where that is clearly faster."""
         predicted = self.predict(route.plan, trace)
-        better = self.make(trace, pinned, allowed)
+        better = self.make(trace, pinned, allowed, route.memory_bytes)
         fits = allowed is None or route.memory_bytes <= allowed
-        if better is not None and (not fits or _is_worth_it(better, route, predicted.seconds)):
+        if better is not None and (not fits or self._is_worth_it(better, route, predicted.seconds)):
             following = better
             self._patience = DRIFT_PASSES
         else:
@@ -142,20 +149,31 @@ class Planner:
             costs=costs,
             lookahead=plan.lookahead,
             wrap=plan.wrap,
+            across=plan.across,
         )
         link = sum(load_seconds(unit.num_bytes, costs) for unit in plan.units)
         free = trace.between if plan.wrap else 0.0
         regime = "compute-bound" if trace.seconds >= link else "link-bound"
         return Prediction(seconds, trace.seconds, link, max(trace.seconds, link - free), regime)
 
+    def _is_worth_it(self, better: Route, present: Route, present_seconds: float) -> bool:
+        """Whether to exchange a route, whose passes are predicted to take so long, for another one."""
+        seconds = better.predicted.seconds + self._exchange_seconds(better) / REPAID_IN
+        if seconds < GAIN * present_seconds:
+            return True
+        if seconds > present_seconds / GAIN:
+            return False
+        return (
+            better.plan.streamed_bytes < FEWER_BYTES * present.plan.streamed_bytes
+            or better.memory_bytes < FEWER_BYTES * present.memory_bytes
+        )
 
-def _is_worth_it(better: Route, present: Route, present_seconds: float) -> bool:
-    seconds = better.predicted.seconds
-    if seconds < GAIN * present_seconds:
-        return True
-    if seconds > present_seconds / GAIN:
-        return False
-    return (
-        better.plan.streamed_bytes < FEWER_BYTES * present.plan.streamed_bytes
-        or better.memory_bytes < FEWER_BYTES * present.memory_bytes
-    )
+    def _exchange_seconds(self, route: Route) -> float:
+        """What it costs to put a route in force where the fast memory is RAM: all that is resident comes anew.
+
+        An accelerator compares nothing, and brings its residents in less than the time of a pass.
+        """
+        if self.meter.known is not None:
+            return 0.0
+        resident_bytes = sum(route.trace.sizes[param] for param in route.plan.resident)
+        return COMPARED * resident_bytes / self.meter.costs.bytes_per_second

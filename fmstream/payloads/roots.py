@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fmstream.actors.loads import POLL_SECONDS
+from fmstream.actors.tape import Tape
 from fmstream.payloads.passes import Route
 from fmstream.payloads.sites import Site
 
@@ -28,8 +29,10 @@ class Root:
     pending_key: Any = None
     wants_times: bool = False
     """Whether the times of its passes are off, so that they are to be taken anew."""
-    ended: float = 0.0
+    latest_tape: Tape | None = None
+    """That of the last pass whose times were taken."""
     between: float = 0.0
+    """Seconds between two passes, as they were last seen."""
 
     def route(self, key: Any) -> Route | None:
         """The route for a kind of call, else the latest one."""

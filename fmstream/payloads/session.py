@@ -437,7 +437,7 @@ class Session:
     def _show_residents(self, executor: Executor) -> None:
         """At the end of the first pass that shows them, their bytes are compared."""
         self.weights.comparing, self._activated = self._activated, False
-        executor.bind_residents()
+        executor.begin_pass()
 
     def _load_all(self, executor: Executor, plan: Plan) -> None:
         """Bring everything into fast memory, once; no pass is charged with it."""
