@@ -30,13 +30,13 @@ from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, groups, saved, transforms
 from fmstream.payloads.annex import Annex
 from fmstream.payloads.compiled import REMEDY
+from fmstream.payloads.conduct import Conduct
 from fmstream.payloads.embeddings import Tables
 from fmstream.payloads.fitting import decide
 from fmstream.payloads.kv.generating import GenerateSeam, KvOptions
 from fmstream.payloads.passbook import Ended, Passbook
 from fmstream.payloads.passes import Pass
 from fmstream.payloads.planner import Meter, Planner
-from fmstream.payloads.roots import kind_of
 from fmstream.payloads.routes import Routes
 from fmstream.payloads.seam import Seams
 from fmstream.payloads.sites import Site
@@ -45,8 +45,6 @@ from fmstream.policies import get as get_policy
 
 NESTED_CALLS = 3
 """Calls of modules with parameters within one another, for which a page each is set aside."""
-SMALL_SHARE = 0.05
-"""A root whose weights are below this share of the memory is loaded as a whole when it is called."""
 
 
 class Session:
@@ -96,9 +94,8 @@ class Session:
         measured = config.calibration
         self._meter = Meter(None if measured is None else load_calibration(measured, device_name(self.device)))
         self._passbook = Passbook(self.telemetry, config.policy, self._learn)
+        self._conduct: Conduct | None = None
         self._spilled = False
-        self._activated = False
-        """Whether a plan was put in force whose residents no pass has shown yet."""
 
     # Opening and closing
 
@@ -213,6 +210,17 @@ class Session:
             self._scheduler.start()
         room = annex.room if annex is not None else None
         self._routes = Routes(self.weights, self.telemetry, planner, self._scheduler, room)
+        self._conduct = Conduct(
+            self.weights,
+            self._executor,
+            self._routes,
+            self.tables,
+            annex,
+            self._meter,
+            self._passbook,
+            self.telemetry,
+            self.resident_plan,
+        )
 
     def _stop(self, reason: BaseException) -> None:
         """Let the run end at its next call or wait, for a reason that is not of its making."""
@@ -336,12 +344,12 @@ class Session:
             site = self._present(site)
             if weights.structure_changed() or self._seams.are_replaced():
                 site = self._resurvey(site)
-        executor = self._executor
-        if executor is None:
+        executor, conduct = self._executor, self._conduct
+        if executor is None or conduct is None:
             return self._watched(site, plain, args, kwargs)
         try:
             with transforms.outside():
-                self.current = current = self._begin(site, args, kwargs)
+                self.current = current = conduct.begin(site, args, kwargs)
             try:
                 if torch.is_inference_mode_enabled() or transforms.are_active():
                     result = self._call(current, site, plain, args, kwargs)
@@ -351,7 +359,9 @@ class Session:
             finally:
                 weights.end_graph()
             with transforms.outside():
-                self._finish(current)
+                conduct.finish(current)
+                if weights.homes_changed:
+                    self._count_homes()
             return result
         except BaseException as error:
             with transforms.outside():
@@ -380,7 +390,7 @@ class Session:
         """The modules changed: restore them, look again, and go on with new plans."""
         self._withdraw()
         self.tables.give_back()
-        self._executor = None
+        self._executor = self._conduct = None
         self.weights.executor = None
         self.weights.changed_shape = False
         self._survey(begun=True)
@@ -394,94 +404,6 @@ class Session:
         if 0 <= site.index < len(sites) and sites[site.index] is site:
             return site
         return next((known for known in sites if known.module is site.module), Site(-1, site.name, site.module))
-
-    # One pass
-
-    def _begin(self, site: Site, args: Any, kwargs: dict[str, Any]) -> Pass:
-        executor, weights, routes = self._executor, self.weights, self._routes
-        assert executor is not None
-        assert routes is not None
-        weights.fault_bytes = 0
-        self._key = kind_of(args, kwargs)
-        if self.resident_plan is not None and executor.plan is not self.resident_plan:
-            self._load_all(executor, self.resident_plan)
-        if self._annex is not None and self._annex.room.is_short:
-            self.tables.shrink()
-        self._passbook.take_times(block=False)
-        tape = executor.loads.tape()
-        self._before = (executor.streamed_bytes, self._meter.look(self.telemetry))
-        root = routes.root(site)
-        if self.resident_plan is not None:
-            tape.skip_stamps()
-            self._show_residents(executor)
-            return Pass(weights, executor, site, None, tape, light=True)
-        if root.num_bytes <= SMALL_SHARE * executor.arena.num_bytes:
-            # Not worth a plan of its own, which would drive out that of a larger root.
-            tape.skip_stamps()
-            weights.comparing = True
-            if root.params:
-                executor.demand(site.title, root.params)
-            return Pass(weights, executor, site, None, tape, light=True)
-        route = routes.choose(executor, root, self._key)
-        if not routes.wants_times(root, route):
-            tape.skip_stamps()
-        if route is not None:
-            if executor.plan is not route.plan:
-                executor.activate(route.plan)
-                self._activated = True
-        elif executor.plan is not None or executor.num_loaded:
-            executor.activate(None)
-        self._show_residents(executor)
-        return Pass(weights, executor, site, route, tape)
-
-    def _show_residents(self, executor: Executor) -> None:
-        """At the end of the first pass that shows them, their bytes are compared."""
-        self.weights.comparing, self._activated = self._activated, False
-        executor.begin_pass()
-
-    def _load_all(self, executor: Executor, plan: Plan) -> None:
-        """Bring everything into fast memory, once; no pass is charged with it."""
-        began = time.perf_counter()
-        executor.activate(plan)
-        self._activated = True
-        seconds = time.perf_counter() - began
-        self.telemetry.notes.append(
-            f"all weights fit in the memory given: {executor.resident_bytes} bytes were read once, in {seconds:.3f} s, "
-            "and nothing is streamed"
-        )
-
-    def _finish(self, current: Pass) -> None:
-        executor, weights, routes = self._executor, self.weights, self._routes
-        assert executor is not None
-        assert routes is not None
-        current.finish()
-        if self._annex is not None:
-            self._annex.room.end()
-        on_route = current.route is not None and current.on_route
-        executor.end_pass()
-        self.tables.end_pass()
-        weights.settle_aliases()
-        root = routes.root(current.root)
-        streamed, seen = self._before
-        plan = executor.plan
-        predicted = current.route.predicted if current.route is not None and on_route else None
-        if weights.homes_changed:
-            self._count_homes()
-        self._passbook.add(
-            Ended(
-                root=root,
-                current=current,
-                on_route=on_route,
-                streamed_bytes=executor.streamed_bytes - streamed,
-                resident_bytes=root.num_bytes if current.light else executor.resident_bytes,
-                window_bytes=plan.window_bytes if plan is not None and not current.light else 0,
-                fault_bytes=weights.fault_bytes,
-                predicted=predicted if plan is not None and plan.units else None,
-                seen=seen,
-                key=self._key,
-                held_bytes=executor.held_bytes,
-            )
-        )
 
     def settle_times(self) -> None:
         """Wait until the times of all passes are known; returns at once while a pass goes on."""
