@@ -15,6 +15,7 @@ import torch
 
 from fmstream.config import parse_size
 from fmstream.core.calibration import Calibration
+from fmstream.core.reading import Unread
 from fmstream.device.accelerator import Accelerator
 from fmstream.device.opening import device_name, open_device
 from fmstream.doctor.gpus import find_gpus
@@ -22,7 +23,6 @@ from fmstream.doctor.host_rates import RAM, UNCACHED, disk_rates, find_file, ram
 from fmstream.doctor.nvml import Nvml
 from fmstream.doctor.pci import Link, link_rate
 from fmstream.doctor.rates import Rate
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.timed_copies import PAGEABLE_IN, PINNED_IN, PINNED_OUT, TimedCopies
 from fmstream.doctor.torch_facts import read_torch
 from fmstream.payloads.budget import available_bytes

@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from fmstream.core.reading import Unread, read_text
+from fmstream.device.control_groups import group_limit
 from fmstream.doctor.gpus import Gpu
-from fmstream.doctor.host import group_limit
-from fmstream.doctor.reading import Unread, read_text
 from fmstream.doctor.system import System
 from fmstream.report.report import DISTRIBUTION, installed_version
 from fmstream.report.units import format_bytes

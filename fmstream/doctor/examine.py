@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.checks import CHECKS
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.system import System
 from fmstream.doctor.verdict import Checkup
 from fmstream.report import describe_environment

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.nvml import Nvml, NvmlCard
 from fmstream.doctor.pci import AMD, NVIDIA, Link, PciDevice, pci_devices, same_address
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.torch_facts import TorchDevice, TorchFacts
 
 

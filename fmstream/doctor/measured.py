@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.pci import Link
-from fmstream.doctor.reading import Unread
 
 
 @dataclass(frozen=True, slots=True)

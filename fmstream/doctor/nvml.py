@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.pci import same_address
-from fmstream.doctor.reading import Unread
 
 DRIVER_NOT_LOADED: Final = 9
 LIBRARY_NOT_FOUND: Final = 12

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fmstream.doctor.reading import Unread, names_in, read_int, read_text
+from fmstream.core.reading import Unread, names_in, read_int, read_text
 
 NVIDIA: Final = 0x10DE
 AMD: Final = 0x1002

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import Build, LinkRates, MemoryCheck, Pinned, RoundTrip
-from fmstream.doctor.reading import Unread
 from fmstream.report.report import installed_version
 
 if TYPE_CHECKING:

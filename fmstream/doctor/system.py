@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.gpus import Gpu, find_gpus
 from fmstream.doctor.host import is_wsl
 from fmstream.doctor.measured import Load, Probes, put_under_load
 from fmstream.doctor.nvml import Nvml, load_nvml
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.torch_facts import TorchFacts, read_torch
 from fmstream.doctor.windows import WindowsFacts, ask_windows, parse_windows
 

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from fmstream.doctor.reading import Unread
+from fmstream.core.reading import Unread
 
 
 @dataclass(frozen=True, slots=True)

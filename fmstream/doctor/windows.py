@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fmstream.doctor.reading import Unread
+from fmstream.core.reading import Unread
 
 TIMEOUT_SECONDS: Final = 4.0
 

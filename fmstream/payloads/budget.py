@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 from torch import nn
@@ -13,6 +12,7 @@ from fmstream.config import StreamConfig, parse_size, resolve_bytes
 from fmstream.core.arena import MIN_PAGE_BYTES, choose_page_bytes, num_pages
 from fmstream.core.plan import Plan, Prediction
 from fmstream.device.accelerator import Accelerator
+from fmstream.device.control_groups import group_limit
 from fmstream.errors import MemoryBudgetError
 from fmstream.payloads.sites import Survey
 from fmstream.payloads.weights import Weights
@@ -130,7 +130,8 @@ def pinned_bytes(config: StreamConfig) -> int:
     """Bytes of host memory that may be pinned."""
     if config.pinned != "auto":
         return parse_size(config.pinned, name="pinned") if config.pinned else 0
-    return int(psutil.virtual_memory().total * PINNED_SHARE)
+    total, group = int(psutil.virtual_memory().total), group_limit()
+    return int((total if group is None else min(total, group.limit)) * PINNED_SHARE)
 
 
 def file_bytes_to_keep() -> int:
@@ -141,33 +142,8 @@ def file_bytes_to_keep() -> int:
 def available_bytes() -> int:
     """Host memory that can still be taken: what the system has, within the limits of the control groups."""
     available = int(psutil.virtual_memory().available)
-    for folder in _control_groups():
-        for limit, used in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            try:
-                free = int((folder / limit).read_text()) - int((folder / used).read_text())
-            except (OSError, ValueError):  # the other version, or no limit ("max")
-                continue
-            available = min(available, max(0, free))
-    return available
-
-
-def _control_groups() -> Iterator[Path]:
-    """Folders of the memory control groups that this process is in, inner ones first (both versions)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = Path("/sys/fs/cgroup", "memory" if controllers else "")
-        group = top / path.lstrip("/")
-        yield group
-        yield from (parent for parent in group.parents if parent == top or top in parent.parents)
+    group = group_limit()
+    return available if group is None else min(available, group.headroom)
 
 
 def all_resident(policy: str, weights: Weights) -> Plan:

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import Build, LinkRates, MemoryCheck, Pinned, RoundTrip
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.system import System, Wanted
 from fmstream.doctor.torch_facts import TorchDevice, TorchFacts
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.measured import Build, LinkRates, MemoryCheck, Pinned, RoundTrip
 from fmstream.doctor.nvml import NO_PACKAGE
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.system import Wanted
 from fmstream.doctor.torch_facts import TorchDevice, TorchFacts
 from tests.doctor.machine import ARCHITECTURES, GIB, MIB, FakeNvml, Machine, NVMLError, memory_info, write

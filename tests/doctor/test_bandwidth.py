@@ -13,13 +13,13 @@ from bench import bandwidth_emulated
 from fmstream import emulator
 from fmstream.cli import main
 from fmstream.core.calibration import Calibration, load_calibration
+from fmstream.core.reading import Unread
 from fmstream.device.opening import device_name, open_device
 from fmstream.doctor.bandwidth import SIZES, BandwidthResult, run_bandwidth, sizes_up_to
 from fmstream.doctor.bandwidth_page import render
 from fmstream.doctor.host_rates import CACHED, RAM, UNCACHED, disk_rates, find_file
 from fmstream.doctor.pci import Link
 from fmstream.doctor.rates import Rate, percentile
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.timed_copies import BOTH_OUT, PAGEABLE_IN, PINNED_IN, num_copies
 from fmstream.emulator.cards import CARDS
 from fmstream.errors import ConfigError, MemoryBudgetError

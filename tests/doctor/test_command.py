@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from fmstream.cli import main
+from fmstream.core.reading import Unread
 from fmstream.doctor import command
 from fmstream.doctor.environment import describe, render, without_names
 from fmstream.doctor.examine import examine
 from fmstream.doctor.page import print_checkup, render_checkup
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.system import System, Wanted
 from fmstream.doctor.torch_facts import TorchFacts
 from fmstream.doctor.verdict import SCHEMA, Checkup, Verdict

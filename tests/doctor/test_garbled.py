@@ -11,14 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fmstream.core.reading import parse_cpu_list, parse_int, read_int, read_text
+from fmstream.device.control_groups import group_limit
 from fmstream.doctor.checks.build import runs_on
 from fmstream.doctor.environment import describe
 from fmstream.doctor.examine import examine
-from fmstream.doctor.host import group_limit, is_rotational, meminfo, mount_of, numa_nodes
+from fmstream.doctor.host import is_rotational, meminfo, mount_of, numa_nodes
 from fmstream.doctor.nvml import Nvml
 from fmstream.doctor.page import render_checkup
 from fmstream.doctor.pci import PciDevice, same_address
-from fmstream.doctor.reading import parse_cpu_list, parse_int, read_int, read_text
 from fmstream.doctor.system import Wanted
 from fmstream.doctor.windows import WindowsFacts, parse_windows
 from tests.doctor.machine import FakeCard, FakeNvml, Machine, NVMLError

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from fmstream import emulator
+from fmstream.core.reading import Unread
 from fmstream.doctor import probes
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import LinkRates, MemoryCheck, Pinned, RoundTrip
 from fmstream.doctor.probes import MachineProbes
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.torch_facts import TorchDevice
 
 MIB = 1 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.checks.check import per_card
 from fmstream.doctor.gpus import Gpu
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.system import System
 from fmstream.doctor.verdict import Result, fail, info, not_here, ok, unknown, warn
 

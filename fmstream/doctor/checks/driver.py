@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from fmstream.core.reading import Unread, read_text
 from fmstream.doctor.checks.check import per_card, per_machine
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.host import kernel_release
@@ -19,7 +20,6 @@ from fmstream.doctor.nvml import (
     WDDM,
 )
 from fmstream.doctor.pci import NVIDIA, PciDevice, pci_devices
-from fmstream.doctor.reading import Unread, read_text
 from fmstream.doctor.system import System
 from fmstream.doctor.verdict import Result, fail, info, not_here, ok, unknown, warn
 

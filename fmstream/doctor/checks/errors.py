@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.checks.check import per_card
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import Load, correctable_errors
 from fmstream.doctor.pci import replay_limit
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.system import System
 from fmstream.doctor.verdict import Result, fail, info, not_here, ok, unknown, warn
 

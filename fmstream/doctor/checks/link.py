@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from fmstream.core.reading import Unread, read_text
 from fmstream.doctor.checks.check import per_card, per_machine
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import Load
 from fmstream.doctor.pci import Link, PciDevice, link_rate
-from fmstream.doctor.reading import Unread, read_text
 from fmstream.doctor.system import System
 from fmstream.doctor.verdict import Result, info, not_here, ok, unknown, warn
 from fmstream.report.units import format_bytes, format_rate

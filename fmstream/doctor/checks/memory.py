@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from fmstream.core.reading import Unread, read_int
+from fmstream.device.control_groups import GroupLimit, group_limit
 from fmstream.doctor.checks.check import per_card, per_machine
 from fmstream.doctor.gpus import Gpu
-from fmstream.doctor.host import GroupLimit, Mount, group_limit, is_rotational, meminfo, mount_of, numa_nodes
-from fmstream.doctor.reading import Unread, read_int
+from fmstream.doctor.host import Mount, is_rotational, meminfo, mount_of, numa_nodes
 from fmstream.doctor.system import System
 from fmstream.doctor.verdict import Result, fail, info, not_here, ok, unknown, warn
 from fmstream.doctor.windows import WindowsFacts

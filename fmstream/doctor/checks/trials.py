@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from fmstream.core.reading import Unread
 from fmstream.doctor.checks.check import Check, per_card
 from fmstream.doctor.gpus import Gpu
 from fmstream.doctor.measured import LinkRates, Load
 from fmstream.doctor.pci import Link, link_rate
-from fmstream.doctor.reading import Unread
 from fmstream.doctor.system import System
 from fmstream.doctor.verdict import Result, fail, info, ok, unknown, warn
 from fmstream.report.units import format_bytes, format_rate, format_seconds, format_share
