@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fmstream.core.plan import Costs, Limits, Plan, Prediction, Unit
@@ -21,6 +19,13 @@ class Known(Meter):
     @property
     def costs(self) -> Costs:
         return Costs(RATE)
+
+
+def known(costs: Costs) -> Meter:
+    """An accelerator's link, as it was probed."""
+    meter = Meter()
+    meter.known = costs
+    return meter
 
 
 def made(trace: Trace, seconds: float, num_resident: int) -> Plan:
@@ -53,8 +58,8 @@ def test_another_plan_must_repay_the_residents_that_it_brings(seconds: float, ta
 
 def test_fewer_bytes_are_worth_an_exchange_only_where_it_is_cheap() -> None:
     assert not improved(PRESENT, 12, Known())
-    assert improved(PRESENT, 12, Meter(replace(Costs(RATE), shared=True)))
+    assert improved(PRESENT, 12, known(Costs(RATE, shared=True)))
 
 
 def test_on_an_accelerator_any_clear_gain_is_taken() -> None:
-    assert improved(0.9 * PRESENT, 10, Meter(Costs(RATE)))
+    assert improved(0.9 * PRESENT, 10, known(Costs(RATE)))

@@ -45,7 +45,7 @@ class Calibration:
         """What copies to the device cost; None where there is no such link."""
         if self.h2d_bytes_per_second is None:
             return None
-        return Costs(self.h2d_bytes_per_second, self.latency_seconds, self.seen_seconds)
+        return Costs(self.h2d_bytes_per_second, self.latency_seconds, self.seen_seconds, shared=True)
 
     def host_rate(self, *, from_files: bool) -> float | None:
         """Bytes a second at which weights come to fast memory on the CPU; None where that was not measured."""

@@ -34,7 +34,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_what_is_saved_is_read(saved: Path) -> None:
     assert load_calibration(saved) == load_calibration(str(saved), LAPTOP) == MEASURED
-    assert MEASURED.link == Costs(11e9, 3e-6, 15e-6)
+    assert MEASURED.link == Costs(11e9, 3e-6, 15e-6, shared=True)
     assert MEASURED.host_rate(from_files=True) == 2e9
     assert MEASURED.host_rate(from_files=False) == 20e9
 
