@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from fmstream.report.report import describe_environment
+from fmstream.report.report import describe_environment, installed_version
 from fmstream.validate.kv import try_kv
 from fmstream.validate.outcome import Outcome, Validation
 from fmstream.validate.place import Place, find_place
@@ -20,9 +22,12 @@ def run_validate(*, device: str | None, as_json: bool) -> int:
     Raises:
         ConfigError: there is no such device.
     """
-    with find_place(device) as place:
-        outcomes = tuple(_trials(place))
-        validation = Validation(_about(place), outcomes)
+    with find_place(device) as place, _progress() as show:
+        outcomes = []
+        for outcome in _trials(place):
+            outcomes.append(outcome)
+            show(outcome)
+        validation = Validation(_about(place), tuple(outcomes))
     if as_json:
         print(validation.to_json())
     else:
@@ -37,6 +42,23 @@ def _trials(place: Place) -> Iterator[Outcome]:
     yield from try_kv(place)
 
 
+@contextmanager
+def _progress() -> Iterator[Callable[[Outcome], None]]:
+    """Tells of each outcome on the terminal, if standard error is one, until all are there."""
+    if not sys.stderr.isatty():
+        yield lambda outcome: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("the first trial") as status:
+        yield lambda outcome: status.update(f"{outcome.part}: {outcome.trial}: {outcome.verdict}; the next one")
+
+
 def _about(place: Place) -> dict[str, str]:
-    versions = ", ".join(f"{name} {value}" for name, value in describe_environment().items())
-    return {"device": f"{place.device}, {place.name}", "versions": versions}
+    versions = describe_environment() | {"transformers": installed_version("transformers")}
+    told = ", ".join(f"{name} {value}" for name, value in versions.items())
+    return {
+        "device": f"{place.device}, {place.name}",
+        "versions": told,
+        "compared": "with the same model on the same device, unstreamed, with a plain cache",
+    }

@@ -40,7 +40,7 @@ OPTIONS: Final[dict[str, Any]] = {
     "pad_token_id": 0,
     "eos_token_id": None,
 }
-_DECODED: Final = f"{NEW} tokens after {PROMPT}, and all keys and values, equal to a plain cache's bit for bit"
+_DECODED: Final = f"{NEW} tokens after {PROMPT}, and all keys and values, equal bit for bit"
 
 
 def try_kv(place: Place) -> Iterator[Outcome]:
@@ -124,7 +124,7 @@ def _beams(device: str) -> str:
     finally:
         cache.close()
     expect(torch.equal(found, expected), f"{differing(found, expected)} of the tokens differ from a plain cache's")
-    return f"{BEAMS} beams of {NEW} tokens equal to a plain cache's; {_moves(did)}"
+    return f"{BEAMS} beams of {NEW} tokens equal; {_moves(did)}"
 
 
 def _with_weights(device: str) -> str:
@@ -147,7 +147,7 @@ def _with_weights(device: str) -> str:
     expect(streamed > total, f"{streamed} bytes of weights were streamed in {NEW} tokens: nothing was tried")
     expect(any("lay in pages" in note for note in done.report.notes), "no cache was paged: nothing was tried")
     return (
-        f"{NEW} tokens equal to the unstreamed run's; {format_bytes(streamed)} of weights streamed in "
+        f"{NEW} tokens equal; {format_bytes(streamed)} of weights streamed in "
         f"{format_bytes(memory)} of memory while keys and values were paged"
     )
 

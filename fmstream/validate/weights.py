@@ -98,8 +98,8 @@ def compare(model: nn.Module, device: str, **options: Any) -> str:
     for name, tensor in model.state_dict().items():
         expect(torch.equal(tensor, before[name]), f"{name} is not as before: {differing(tensor, before[name])} differ")
     return (
-        f"{CALLS} calls equal to unstreamed ones bit for bit; {format_bytes(last.streamed_bytes)} of "
-        f"{format_bytes(total)} brought in a call, in {format_bytes(memory)} of memory; weights unchanged"
+        f"{CALLS} calls equal bit for bit; {format_bytes(last.streamed_bytes)} of {format_bytes(total)} brought in a "
+        f"call, in {format_bytes(memory)} of memory; weights unchanged"
     )
 
 
