@@ -11,8 +11,8 @@ from fmstream.errors import ConfigError
 
 CHAPTERS: Final = ("execmodel", "objects", "naming", "import", "calls", "compound", "types", "specialnames", "debugger")
 """Topics of ``help()`` that are mostly prose."""
-RULES: Final = re.compile(r"^[-=*~^]{3,}$", re.MULTILINE)
-"""Lines below headings."""
+RULES: Final = re.compile(r"^[-=*~^+| ]{3,}$", re.MULTILINE)
+"""Lines below headings and in tables."""
 
 
 def read_prompt(file: str | None) -> str:
