@@ -15,6 +15,7 @@ from fmstream.core.freeruns import FreeRuns
 from fmstream.core.order import Lane, Places
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT, SPILLING, PageTable
 from fmstream.device.lanes import Lanes
+from fmstream.errors import StreamError
 from fmstream.payloads.kv.blocks import Ids, runs
 from fmstream.payloads.kv.filereads import Reading
 from fmstream.payloads.kv.tiers import FILE, Tiers
@@ -109,9 +110,7 @@ class Frames:
     def vacate(self, pages: Ids) -> None:
         """Let pages leave their frames, whatever is in them; with some that are being read all read with them leave."""
         for coming in self._coming_among(pages):
-            self._coming.remove(coming)
-            self.tiers.reads.drop(coming.reading)
-            self._leave(np.arange(coming.start, coming.start + coming.count, dtype=np.int32))
+            self._forget(coming)
         self._leave(pages)
 
     def _leave(self, pages: Ids) -> None:
@@ -293,9 +292,11 @@ class Frames:
         self._coming.remove(coming)
 
     def land(self, pages: Ids) -> None:
-        """Count pages that are on their way as being in their frames: whoever uses one waits in order."""
-        for coming in self._coming_among(pages):
-            self._bring(coming)
+        """Count pages that are on their way as being in their frames: whoever uses one waits in order.
+
+        Those that were begun to be read ahead, and could not be, are in no frame: whoever needs them tries again.
+        """
+        self._bring_or_forget(self._coming_among(pages))
         for _, start, count in runs(pages[self.table.state[pages] == LOADING]):
             self.table.ready(start, count)
 
@@ -317,17 +318,27 @@ class Frames:
                     table.pin(start, done)
                     pinned.append((start, done))
                     start, count = start + done, count - done
-            self.land(pages)  # only now, so that all of them are read side by side
+            for coming in self._coming_among(pages):  # only now, so that all of them are read side by side
+                self._bring(coming)
             yield
         finally:
             for start, count in pinned:
                 table.unpin(start, count)
-            self._give_up_coming(pages)
+            for coming in self._coming_among(pages):
+                self._forget(coming)
 
-    def _give_up_coming(self, pages: Ids) -> None:
-        """Let pages that were counted as being in their frames, and did not come, leave them."""
-        for coming in self._coming_among(pages):
-            self.vacate(np.arange(coming.start, coming.start + coming.count, dtype=np.int32))
+    def _bring_or_forget(self, wanted: list[_Coming]) -> None:
+        for coming in wanted:
+            try:
+                self._bring(coming)
+            except StreamError:
+                self._forget(coming)
+
+    def _forget(self, coming: _Coming) -> None:
+        """Let pages that did not come leave the frames that they were to have."""
+        self._coming.remove(coming)
+        self.tiers.reads.drop(coming.reading)
+        self._leave(np.arange(coming.start, coming.start + coming.count, dtype=np.int32))
 
     # Books
 
@@ -336,8 +347,7 @@ class Frames:
 
         No frame of the old one may be used where the new one has fewer.
         """
-        while self._coming:
-            self._bring(self._coming[0])
+        self._bring_or_forget(list(self._coming))
         count = min(self.num_frames, len(memory))
         num_frames = len(memory)
         if (self.table.owner >= 0).any():
