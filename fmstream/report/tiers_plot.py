@@ -22,7 +22,7 @@ LABEL_GAP: Final = 0.055
 
 
 class Occupancy(Protocol):
-    """Where pages lay at the end of a pass, which is numbered from 0."""
+    """Where pages lay as a pass began; passes are numbered from 0."""
 
     @property
     def step(self) -> int:
@@ -53,7 +53,7 @@ class Story:
         page_bytes: bytes of a page.
         token_bytes: bytes of keys and values of one token, over all layers.
         pool_bytes: fast memory for keys and values.
-        tokens: tokens of the context at the end of each pass.
+        tokens: tokens that were held as each pass began.
         num_prefill: passes in which the prompt was read.
     """
 
@@ -65,7 +65,7 @@ class Story:
 
 
 def save_tiers_png(samples: Sequence[Occupancy], story: Story, path: str | Path) -> None:
-    """Draw how much of the keys and values lay in which tier after each pass, beside how much there was.
+    """Draw how much of the keys and values lay in which tier as each pass began, beside how much there was.
 
     Raises:
         ConfigError: matplotlib is missing, or there is no sample.

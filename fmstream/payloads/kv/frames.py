@@ -127,10 +127,18 @@ class Frames:
         """Let a lane use frames, behind what every other lane does with them."""
         self._places.claim(lane, frame, count)
 
+    def claim_each(self, lane: Lane, frames: Ids) -> None:
+        """The same for frames in any order."""
+        self._places.claim_each(lane, frames)
+
     def num_free(self) -> int:
         """Frames that can be taken without a page having to leave."""
         free = int(np.count_nonzero(self.table.owner[: self.num_frames] == -1))
         return free + sum(count for _, count, _ in self._spilling)
+
+    def num_taken(self) -> int:
+        """Frames with a page."""
+        return int(np.count_nonzero(self.table.owner[: self.num_frames] != -1))
 
     def take(self, wanted: int, *, staying: bool = False) -> tuple[int, int]:
         """Consecutive free frames, up to ``wanted``: (first, count).  Pages leave where there are none.
@@ -267,16 +275,22 @@ class Frames:
             if not patient:
                 return False
             if not reads.make_room():
-                self._bring(self._coming[0])
+                oldest = self._coming[0]
+                try:
+                    self._bring(oldest)
+                except StreamError:
+                    if self.table.pins[oldest.start]:  # it is needed now, not later
+                        raise
+                    self._forget(oldest)
         return True
 
     def _coming_among(self, pages: Ids) -> list[_Coming]:
         """What is being read for any of these pages."""
         if not self._coming:
             return []
-        return [
-            coming for coming in self._coming if ((pages >= coming.start) & (pages < coming.start + coming.count)).any()
-        ]
+        named = np.zeros(self.table.num_pages, np.bool_)
+        named[pages] = True
+        return [coming for coming in self._coming if named[coming.start : coming.start + coming.count].any()]
 
     def _bring(self, coming: _Coming) -> None:
         """Wait for what is being read, and enqueue its copy to its frames.
@@ -302,28 +316,31 @@ class Frames:
 
     @contextlib.contextmanager
     def holding(self, pages: Ids) -> Iterator[None]:
-        """Keep pages in frames for the body: what is in none is recalled, what is on its way is waited for in order."""
-        table, pinned = self.table, []
+        """Keep pages in frames for the body: what is in none is recalled, what is on its way is waited for in order.
+
+        Each page is named once.
+        """
+        table: PageTable = self.table
+        pinned: list[Ids] = []
         self._end_spills(pages)
         self.land(pages)
         try:
             state = table.state[pages]
-            for _, start, count in runs(pages[state == RESIDENT]):
-                table.pin(start, count)
-                pinned.append((start, count))
+            pinned.append(pages[state == RESIDENT])
+            table.pin_each(pinned[0])
             for _, start, count in runs(pages[state == ABSENT]):
                 while count:
                     done = self._recall_run(start, count, patient=True)
                     table.ready(start, done)
                     table.pin(start, done)
-                    pinned.append((start, done))
+                    pinned.append(np.arange(start, start + done, dtype=np.int32))
                     start, count = start + done, count - done
             for coming in self._coming_among(pages):  # only now, so that all of them are read side by side
                 self._bring(coming)
             yield
         finally:
-            for start, count in pinned:
-                table.unpin(start, count)
+            for held in pinned:
+                table.pin_each(held, -1)
             for coming in self._coming_among(pages):
                 self._forget(coming)
 
