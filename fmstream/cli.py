@@ -161,11 +161,16 @@ def _add_validate(commands: _Commands) -> None:
         "validate",
         help="stream and page small models on the device at hand, and compare",
         description="End to end on the device at hand: weights that stream under every policy, and keys and values in "
-        "pages, are compared bit by bit with what they give in memory. The exit status is 1 if anything failed.",
+        "pages, are compared bit by bit with what they give in memory. With --kv the pages that are chosen for a "
+        "language model are held against those that matter. The exit status is 1 if anything failed.",
     )
     validate.add_argument(
         "--device", metavar="DEVICE", help='"cpu", "cuda", "cuda:1", or "emu", the emulated device; the card if any'
     )
+    validate.add_argument(
+        "--kv", metavar="MODEL", help="measure how well pages are chosen for it: a folder, or module:function"
+    )
+    validate.add_argument("--prompt", metavar="FILE", help="what that model reads; the Python reference if left out")
     validate.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     validate.set_defaults(handler=_validate)
 
@@ -323,7 +328,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     from fmstream.validate.command import run_validate
 
-    return run_validate(device=options.device, as_json=options.json)
+    return run_validate(device=options.device, kv=options.kv, prompt=options.prompt, as_json=options.json)
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -41,7 +41,9 @@ def find_speaker(target: str) -> Speaker:
 
 def _from_folder(folder: Path) -> Speaker:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     files = sorted(folder.glob("*.gguf"))
     if not (folder / "config.json").is_file() and len(files) != 1:
         raise ConfigError(

@@ -45,7 +45,7 @@ class Outcome:
         part: what it is about: "weights", "keys and values", "choice of pages".
         trial: its name.
         read: what was done, with figures, or what went wrong.
-        seconds: what it took.
+        seconds: what it took; 0 where it was not run, or is told of another that took it.
     """
 
     part: str

@@ -63,7 +63,7 @@ def _table(part: str, outcomes: list[Outcome]) -> RenderableType:
     table.add_column("time", justify="right", no_wrap=True, min_width=7)
     for outcome in outcomes:
         verdict = Text(str(outcome.verdict), style=STYLES[outcome.verdict])
-        took = "-" if outcome.verdict is Verdict.NOT_RUN else format_seconds(outcome.seconds)
+        took = format_seconds(outcome.seconds) if outcome.seconds else "-"
         table.add_row(Text(outcome.trial), verdict, Text(outcome.read), took)
     return table
 
