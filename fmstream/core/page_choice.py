@@ -175,7 +175,7 @@ def _share_left_out(bounds, left):  # type: ignore[no-untyped-def]
 @njit(**_OPTIONS)
 def decide(  # type: ignore[no-untyped-def]
     query, centre, radius, resident, mean_cos, mean_sin, scale,
-    num_pages, num_ahead, num_frames, num_sinks, num_recent,
+    num_pages, num_ahead, num_frames, num_sinks, num_recent, stay,
     chosen, ahead, victims, left_out,
 ):  # fmt: skip
     """Decide for heads one after the other; the first axis of all arrays is sequences times KV heads.
@@ -187,7 +187,7 @@ def decide(  # type: ignore[no-untyped-def]
         mean_cos, mean_sin: float32 [D].
         scale: float32 that bounds are multiplied by.
         num_pages: pages to decide about, at most P.
-        num_ahead, num_frames, num_sinks, num_recent: see `fmstream.payloads.page_select.Limits`.
+        num_ahead, num_frames, num_sinks, num_recent, stay: see `fmstream.payloads.page_select.Limits`.
         chosen, ahead, victims: int32 results [N, ...], as long as pages may be listed.
         left_out: float32 result [N].
     """
@@ -218,6 +218,8 @@ def decide(  # type: ignore[no-untyped-def]
             importance = bounds[0, page]
             for g in range(1, group):
                 importance = max(importance, bounds[g, page])
+            if resident[head, page]:
+                importance += stay
             kept = page < num_sinks or page >= num_pages - num_recent
             keys[page] = np.uint32(0xFFFFFFFF) if kept else min(_key(importance), np.uint32(0xFFFFFFFE))
         num_chosen = _take(keys, chosen.shape[1], chosen[head], role, CHOSEN, histogram, inside)
