@@ -9,6 +9,7 @@ import tempfile
 import threading
 import weakref
 
+from fmstream.config import is_path
 from fmstream.device.direct import view_of
 from fmstream.device.spill import _dispose, _without_name
 from fmstream.errors import ConfigError
@@ -23,6 +24,8 @@ class PageFile:
 
     def __init__(self, directory: str | os.PathLike[str], page_bytes: int) -> None:
         """Make an empty file; raises `ConfigError` where the folder cannot be written."""
+        if not is_path(directory):
+            raise ConfigError(f"spill_dir={directory!r} is no folder: give its path")
         self.directory = os.path.abspath(directory)
         self.page_bytes = page_bytes
         self._lock = threading.Lock()
