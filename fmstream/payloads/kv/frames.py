@@ -15,8 +15,10 @@ from fmstream.core.freeruns import FreeRuns
 from fmstream.core.order import Lane, Places
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT, SPILLING, PageTable
 from fmstream.device.lanes import Lanes
+from fmstream.errors import StreamError
 from fmstream.payloads.kv.blocks import Ids, runs
-from fmstream.payloads.kv.tiers import Tiers
+from fmstream.payloads.kv.filereads import Reading
+from fmstream.payloads.kv.tiers import FILE, Tiers
 
 
 @dataclass(slots=True)
@@ -28,8 +30,20 @@ class PageCounts:
     dropped: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """Pages of consecutive numbers that are being read from the file for consecutive frames."""
+
+    start: int
+    count: int
+    frame: int
+    reading: Reading
+
+
 class Frames:
-    """Moves pages between frames and their homes.  All is enqueued: the host waits only for what goes through a file.
+    """Moves pages between frames and their homes.
+
+    All is enqueued: the host waits only for what goes to a file, and for what no worker has read when it is needed.
 
     A spill is a transaction: the page keeps its frame while it is being written home.  Once the copy is enqueued the
     frame can be taken, for whoever takes it waits in order for the copy, and so does whoever reads the home.  A page is
@@ -54,6 +68,7 @@ class Frames:
         self._places = Places(self.num_frames, lanes)
         self._spilling: list[tuple[int, int, int]] = []
         """Runs that are being written home: (first page, count, point of the lane OUT)."""
+        self._coming: list[_Coming] = []
 
     # Pages
 
@@ -93,7 +108,12 @@ class Frames:
             self._free_ids.give(start, count)
 
     def vacate(self, pages: Ids) -> None:
-        """Let pages leave their frames, whatever is in them."""
+        """Let pages leave their frames, whatever is in them; with some that are being read all read with them leave."""
+        for coming in self._coming_among(pages):
+            self._forget(coming)
+        self._leave(pages)
+
+    def _leave(self, pages: Ids) -> None:
         state = self.table.state[pages]
         self.table.dirty[pages] = False
         for _, start, count in runs(pages[state == LOADING]):
@@ -195,14 +215,11 @@ class Frames:
             self._spilling.clear()
 
     def retire(self) -> None:
-        """Free the frames of pages that have come home."""
+        """Free the frames of pages that have come home, and enqueue the copies of those that were read."""
         while self._spilling and self.lanes.has_passed(Lane.OUT, self._spilling[0][2]):
             self._hand_over(self._spilling.pop(0))
-
-    def land(self, pages: Ids) -> None:
-        """Count pages that are on their way as being in their frames: whoever uses one waits in order."""
-        for _, start, count in runs(pages[self.table.state[pages] == LOADING]):
-            self.table.ready(start, count)
+        for coming in [coming for coming in self._coming if self.tiers.reads.is_read(coming.reading)]:
+            self._bring(coming)
 
     def give_up(self, first: int) -> None:
         """Use only the frames before ``first`` from now on; the compute lane may write to the others."""
@@ -220,24 +237,82 @@ class Frames:
     # Recall
 
     def recall(self, pages: Ids) -> None:
-        """Enqueue the copies of pages that are in no frame; room is made for them."""
+        """Enqueue the copies of pages that are in no frame; room is made for them.
+
+        Pages in the file are only begun to be read, as many as there is room for: the host waits for none.
+        """
         self._end_spills(pages)
         for _, start, count in runs(pages[self.table.state[pages] == ABSENT]):
-            while count:
-                done = self._recall_run(start, count)
+            while count and (done := self._recall_run(start, count, patient=False)):
                 start, count = start + done, count - done
 
-    def _recall_run(self, start: int, count: int) -> int:
-        """Enqueue the copy of the first of some absent pages of consecutive numbers; how many."""
+    def _recall_run(self, start: int, count: int, *, patient: bool) -> int:
+        """Enqueue the copy of the first of some absent pages of consecutive numbers; how many, 0 if it is not worth it.
+
+        ``patient``: wait for room to read to.
+        """
         home = int(self.table.home[start])
         assert home >= 0, f"page {start} lies nowhere"
+        if home >= FILE and not self._has_room_to_read(patient):
+            return 0
         frame, count = self.take(steps(self.table.home[start : start + count]))
+        if home >= FILE:
+            reading = self.tiers.reads.begin(home - FILE, count)
+            count = reading.count
+            self.table.load(start, count, frame)
+            self._coming.append(_Coming(start, count, frame, reading))
+        else:
+            self.claim(Lane.IN, frame, count)
+            self.tiers.read(home, self.memory[frame : frame + count])
+            self.table.load(start, count, frame)
+            self.lanes.point(Lane.IN)
+            self.counts.recalled += count
+        return count
+
+    def _has_room_to_read(self, patient: bool) -> bool:
+        reads = self.tiers.reads
+        while not reads.room():
+            if not patient:
+                return False
+            if not reads.make_room():
+                oldest = self._coming[0]
+                try:
+                    self._bring(oldest)
+                except StreamError:
+                    if self.table.pins[oldest.start]:  # it is needed now, not later
+                        raise
+                    self._forget(oldest)
+        return True
+
+    def _coming_among(self, pages: Ids) -> list[_Coming]:
+        """What is being read for any of these pages."""
+        if not self._coming:
+            return []
+        named = np.zeros(self.table.num_pages, np.bool_)
+        named[pages] = True
+        return [coming for coming in self._coming if named[coming.start : coming.start + coming.count].any()]
+
+    def _bring(self, coming: _Coming) -> None:
+        """Wait for what is being read, and enqueue its copy to its frames.
+
+        Raises:
+            StreamError: it cannot be read; its pages are in no frame.
+        """
+        frame, count = coming.frame, coming.count
         self.claim(Lane.IN, frame, count)
-        self.tiers.read(home, self.memory[frame : frame + count])
-        self.table.load(start, count, frame)
+        self.tiers.reads.land(coming.reading, self.memory[frame : frame + count])
         self.lanes.point(Lane.IN)
         self.counts.recalled += count
-        return count
+        self._coming.remove(coming)
+
+    def land(self, pages: Ids) -> None:
+        """Count pages that are on their way as being in their frames: whoever uses one waits in order.
+
+        Those that were begun to be read ahead, and could not be, are in no frame: whoever needs them tries again.
+        """
+        self._bring_or_forget(self._coming_among(pages))
+        for _, start, count in runs(pages[self.table.state[pages] == LOADING]):
+            self.table.ready(start, count)
 
     @contextlib.contextmanager
     def holding(self, pages: Ids) -> Iterator[None]:
@@ -255,15 +330,32 @@ class Frames:
             table.pin_each(pinned[0])
             for _, start, count in runs(pages[state == ABSENT]):
                 while count:
-                    done = self._recall_run(start, count)
+                    done = self._recall_run(start, count, patient=True)
                     table.ready(start, done)
                     table.pin(start, done)
                     pinned.append(np.arange(start, start + done, dtype=np.int32))
                     start, count = start + done, count - done
+            for coming in self._coming_among(pages):  # only now, so that all of them are read side by side
+                self._bring(coming)
             yield
         finally:
             for held in pinned:
                 table.pin_each(held, -1)
+            for coming in self._coming_among(pages):
+                self._forget(coming)
+
+    def _bring_or_forget(self, wanted: list[_Coming]) -> None:
+        for coming in wanted:
+            try:
+                self._bring(coming)
+            except StreamError:
+                self._forget(coming)
+
+    def _forget(self, coming: _Coming) -> None:
+        """Let pages that did not come leave the frames that they were to have."""
+        self._coming.remove(coming)
+        self.tiers.reads.drop(coming.reading)
+        self._leave(np.arange(coming.start, coming.start + coming.count, dtype=np.int32))
 
     # Books
 
@@ -272,6 +364,7 @@ class Frames:
 
         No frame of the old one may be used where the new one has fewer.
         """
+        self._bring_or_forget(list(self._coming))
         count = min(self.num_frames, len(memory))
         num_frames = len(memory)
         if (self.table.owner >= 0).any():

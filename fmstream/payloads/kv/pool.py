@@ -290,7 +290,7 @@ class Pool:
         while at < len(pages):
             page, start = int(pages[at]), (column + at) * self.shape.tokens
             if table.state[page] == LOADING:
-                table.ready(page, 1)
+                frames.land(pages[at : at + 1])
             if table.state[page] == RESIDENT:
                 frame, count, start = int(table.frame[page]), 1, max(new.begin, start)
             else:
