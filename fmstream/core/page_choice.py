@@ -58,7 +58,7 @@ def _fetch(typing: Any, address: Any) -> Any:
 @njit(**_OPTIONS)
 def _fetch_pages(address, num_bytes):
     for at in range(0, num_bytes, _LINE):
-        _fetch(address + at)
+        _fetch(address + at)  # type: ignore[call-arg]
 
 
 @njit(fastmath=_FAST, **_OPTIONS)

@@ -111,7 +111,8 @@ class Pool:
 
     def kept(self, block: BlockTable) -> int:
         """Columns at the beginning of a layer that stay in frames."""
-        return residency.kept_columns(self.frames.num_frames, max(self._num_layers, len(self.layers)), block)
+        num_layers = max(self._num_layers, len(self.layers))
+        return residency.kept_columns(self.frames.num_frames, num_layers, block, self.shape.num_bytes)
 
     def _make_room(self, wanted: int) -> int:
         """Let up to ``wanted`` pages leave their frames; how many did."""

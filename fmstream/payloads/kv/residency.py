@@ -16,15 +16,21 @@ from fmstream.core.pages import LOADING, RESIDENT, PageTable
 from fmstream.payloads.kv.blocks import BlockTable, Ids
 
 ON_THE_WAY: Final = 1.25
-"""Layers' worth of frames for what comes and goes: the next layer's pages, while this one's are being left."""
+"""Layers' worth of frames for what comes and goes, at most: the next layer's pages, while this one's are being left."""
+AHEAD_SHARE: Final = 0.15
+AHEAD_BYTES: Final = 48 << 20
+"""What the link brings while a layer computes: this part of a layer, for attention takes longer the longer it is, and
+so many bytes, for the rest of a layer takes as long whatever the context.  More frames than that for what comes would
+lie idle: a layer is put together a chunk at a time, and the chunk's frames are free then for what has yet to come."""
 
 
-def kept_columns(num_frames: int, num_layers: int, table: BlockTable) -> int:
+def kept_columns(num_frames: int, num_layers: int, table: BlockTable, page_bytes: int) -> int:
     """Columns at the beginning of every layer that stay in frames."""
     sequences, columns, in_layer = table.num_sequences, int(table.pages.shape[1]), table.num_pages
     if num_frames >= in_layer * num_layers:
         return columns
-    moving = ON_THE_WAY if num_layers > 2 else ON_THE_WAY - 1
+    most = ON_THE_WAY if num_layers > 2 else ON_THE_WAY - 1
+    moving = min(most, AHEAD_SHARE + AHEAD_BYTES / (in_layer * page_bytes))
     kept = (num_frames - moving * in_layer - sequences) / max(num_layers - moving, 0.75)
     return max(0, int(kept * columns) // in_layer)
 
