@@ -125,6 +125,9 @@ class StreamConfig:
             they would not fit.  For this and the next two see `PagedCache`.
         page_tokens: tokens of such a page.
         kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto".
+        kv_budget: part of all keys and values that lies on the device while a step attends to the pages that matter
+            most to it, such as 0.135, or as an int the pages that it attends to; None attends to everything.
+        context_window: tokens that each token may attend to; None sets no limit.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -144,6 +147,8 @@ class StreamConfig:
     kv_cache_max_pages: int | None = None
     page_tokens: int = 32
     kv_host_memory: int | str = "auto"
+    kv_budget: float | int | None = None
+    context_window: int | None = None
 
     def __post_init__(self) -> None:
         _check_text("policy", self.policy, "name a policy, such as 'overlap_async'")
@@ -172,6 +177,7 @@ class StreamConfig:
         if not isinstance(self.progress, bool):
             raise ConfigError(f"progress={self.progress!r} is neither True nor False")
         check_kv_options(self.kv_cache_max_pages, self.page_tokens, self.cpu_offload_threshold_mb, self.kv_host_memory)
+        check_selection(self.kv_budget, self.context_window)
 
     @property
     def unit_bytes(self) -> int | None:
@@ -286,6 +292,23 @@ def check_kv_options(max_pages: object, page_tokens: object, threshold_mb: objec
     if not _is_int(threshold_mb) or threshold_mb < 0:  # type: ignore[operator]
         raise ConfigError(f"cpu_offload_threshold_mb={threshold_mb!r} is no number of mebibytes; 0 sets none")
     host_bytes(host_memory)
+
+
+def check_selection(budget: object, window: object) -> None:
+    """Check what pages may be chosen.
+
+    Raises:
+        ConfigError: one has a value that cannot be used.
+    """
+    if budget is not None:
+        part = isinstance(budget, float) and 0 < budget <= 1
+        if not part and not (_is_int(budget) and 1 <= budget <= MAX_PAGES):  # type: ignore[operator]
+            raise ConfigError(
+                f"kv_budget={budget!r} is neither a part of all keys and values, a float over 0 and up to 1.0, nor a "
+                f"number of pages from 1 to {MAX_PAGES}: give 0.135, say; None attends to everything"
+            )
+    if window is not None and not (_is_int(window) and 1 <= window <= MAX_PAGES):  # type: ignore[operator]
+        raise ConfigError(f"context_window={window!r} is no number of tokens from 1 to {MAX_PAGES}; None sets no limit")
 
 
 def host_bytes(value: int | str) -> int | None:

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Lane(IntEnum):
@@ -47,11 +48,18 @@ class Places:
 
     def claim(self, lane: Lane, start: int, count: int) -> None:
         """Let a lane use places, once every other lane has done what it was given with them."""
-        last = self._last[:, start : start + count]
+        self._claim(lane, slice(start, start + count))
+
+    def claim_each(self, lane: Lane, places: NDArray[np.integer]) -> None:
+        """The same for places in any order; each may be named several times."""
+        if len(places):
+            self._claim(lane, places)
+
+    def _claim(self, lane: Lane, places: slice | NDArray[np.integer]) -> None:
         for other in Lane:
-            if other is not lane and (point := int(last[other].max())):
+            if other is not lane and (point := int(self._last[other, places].max())):
                 self._order.wait(lane, other, point)
-        last[lane] = self._order.upcoming(lane)
+        self._last[lane, places] = self._order.upcoming(lane)
 
     def join(self, start: int, count: int) -> None:
         """Let the host use places: it waits until no lane does."""

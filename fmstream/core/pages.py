@@ -244,6 +244,13 @@ class PageTable:
         if code:
             self._refuse("unpin", start, count, code)
 
+    def pin_each(self, pages: NDArray[np.int32], delta: int = 1) -> None:
+        """`pin` pages in any order, each named once; -1 as ``delta`` undoes it."""
+        bad = (self.state[pages] != RESIDENT) | (self.pins[pages] + delta < 0)
+        if bad.any():
+            self._refuse("pin", int(pages[np.argmax(bad)]), 1, 1)
+        self.pins[pages] += delta
+
     def grow(self, num_pages: int) -> None:
         """Add absent pages behind those that are there."""
         more = num_pages - self.num_pages

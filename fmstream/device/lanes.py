@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
@@ -83,6 +83,10 @@ class DirectLanes:
 
     def settle(self) -> None:
         """Let the host wait for every copy."""
+
+    def picking(self, tensor: torch.Tensor, rows: Iterable[int]) -> AbstractContextManager[None]:
+        """Operators in the body use these rows of a tensor, by index."""
+        return contextlib.nullcontext()
 
     def available_bytes(self) -> int | None:
         """Bytes of the device's memory that can be taken, None where it has none of its own."""
@@ -172,6 +176,11 @@ class StreamLanes:
         """Let the host wait for every copy."""
         for lane in (Lane.IN, Lane.OUT):
             self._streams[lane].synchronize()
+
+    def picking(self, tensor: torch.Tensor, rows: Iterable[int]) -> AbstractContextManager[None]:
+        """Operators in the body use these rows of a tensor, by index; a device that checks order is told of it."""
+        told: Any = getattr(self._device.module, "picked_rows", None)
+        return contextlib.nullcontext() if told is None else told(tensor, rows)
 
     def available_bytes(self) -> int | None:
         """Bytes of the device's memory that can be taken."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fmstream.emulator.current import current
+from fmstream.emulator.picking import picked_rows
 from fmstream.emulator.pinned import Runtime
 from fmstream.emulator.streams import Event, Stream
 from fmstream.emulator.tensors import NAME
@@ -228,5 +229,5 @@ def make_module() -> types.ModuleType:
         for name, value in globals().items()
         if isinstance(value, types.FunctionType) and value.__module__ == __name__ and name != "make_module"
     }
-    module.__dict__.update(public, Stream=Stream, Event=Event)
+    module.__dict__.update(public, Stream=Stream, Event=Event, picked_rows=picked_rows)
     return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -12,10 +13,12 @@ from fmstream.emulator.cost import kernel_seconds
 from fmstream.emulator.current import current
 from fmstream.emulator.dry import DryValueError
 from fmstream.emulator.generators import REAL_GENERATOR, owner_of, seeded
+from fmstream.emulator.picking import spans_used
 from fmstream.emulator.shapes import Operator, Schema, Shape, forecast, schema_of, with_tensors
 from fmstream.emulator.tensors import (
     CPU_KEYS,
     NAME,
+    Span,
     is_device,
     num_bytes_touched,
     num_elements_spanned,
@@ -206,9 +209,9 @@ def enqueue(
 ) -> None:
     """Put a kernel on this thread's current stream."""
     machine = current.machine
-    read_spans, write_spans = [span_of(t) for t in reads], [span_of(t) for t in writes]
-    read_bytes = list(map(num_bytes_touched, reads, read_spans))
-    written_bytes = sum(map(num_bytes_touched, writes, write_spans))
+    read, written = list(map(_spans_of, reads)), list(map(_spans_of, writes))
+    read_bytes = list(map(_num_bytes, reads, read))
+    written_bytes = sum(map(_num_bytes, writes, written))
     if read_bytes and name.partition(".")[0] in PICKING:
         read_bytes[0] = min(read_bytes[0], written_bytes)
     num_bytes = sum(read_bytes) + written_bytes
@@ -218,11 +221,19 @@ def enqueue(
         "compute",
         kernel_seconds(machine.card, num_bytes, gemm_flops, attention_flops),
         run,
-        read_spans,
-        write_spans,
+        list(chain.from_iterable(read)),
+        list(chain.from_iterable(written)),
         launch_seconds=machine.card.launch_seconds,
         blocking=blocking,
     )
+
+
+def _spans_of(tensor: torch.Tensor) -> list[Span]:
+    return [span_of(tensor)] if (used := spans_used(tensor)) is None else used
+
+
+def _num_bytes(tensor: torch.Tensor, spans: list[Span]) -> int:
+    return num_bytes_touched(tensor, (0, sum(num_bytes for _, num_bytes in spans)))
 
 
 def _run_in_place(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from fmstream.config import check_kv_options, host_bytes
+from fmstream.config import check_kv_options, check_selection, host_bytes
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
 from fmstream.errors import ConfigError
+from fmstream.payloads.kv.attention import selecting
 from fmstream.payloads.kv.blocks import BlockTable
+from fmstream.payloads.kv.budgeting import BudgetSizing
+from fmstream.payloads.kv.choosing import HORIZON, NUM_EXEMPT, Chooser, Selection
+from fmstream.payloads.kv.chosen_layer import ChosenLayer
+from fmstream.payloads.kv.chosen_pool import ChosenPool
 from fmstream.payloads.kv.compat import Cache, DynamicCache, DynamicLayer
+from fmstream.payloads.kv.counts import History, Sample, SelectionCounts
 from fmstream.payloads.kv.frames import PageCounts
 from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.rotation import Rotation
 from fmstream.payloads.kv.shape import PageShape
-from fmstream.payloads.kv.sizing import Sizing
+from fmstream.payloads.kv.sizing import Sizes, Sizing
 from fmstream.payloads.kv.tiers import TierCounts, Tiers
 
 MEBIBYTE: Final = 1 << 20
@@ -40,6 +49,8 @@ class KvStatistics:
         recalled_bytes, spilled_bytes: what went to the device and came from it.
         file_read_bytes, file_written_bytes: what went to the file and came from it.
         num_lent: times that keys or values were kept by somebody, so that other memory had to be taken.
+        digest_bytes: memory of the device for the digests of pages, beside ``device_bytes``.
+        selection: what choosing pages did.
     """
 
     page_bytes: int
@@ -54,6 +65,8 @@ class KvStatistics:
     file_read_bytes: int
     file_written_bytes: int
     num_lent: int
+    digest_bytes: int
+    selection: SelectionCounts
 
 
 class Moves(NamedTuple):
@@ -66,20 +79,30 @@ class Moves(NamedTuple):
 class PagedCache(DynamicCache):
     """A key-value cache of fixed size on the device; what does not fit is on the host, and in a file.
 
-    Every token attends to every other, so that results are ``DynamicCache``'s, bit for bit.  Layers with full attention
-    are paged; sliding windows and recurrent states, which do not grow, are transformers' own.
+    Without a ``kv_budget`` every token attends to every other, so that results are ``DynamicCache``'s, bit for bit.
+    Layers with full attention are paged; sliding windows and recurrent states do not grow and are transformers' own.
+
+    With a ``kv_budget`` a step of one token attends, in each layer but the first two and for each KV head, to the pages
+    that matter most to it, and to everything where too much would be left out.  That needs the model's attention to be
+    set (see `selecting`); `run` and `stream` do it.
 
     Args:
         config: the model's configuration.
         kv_cache_max_pages: pages of fast memory for the layers of each shape; a page holds ``page_tokens`` tokens of
             one sequence in one layer.  The least is one layer of all sequences.  None takes what is needed, as far as
             the device's free memory goes.
+            With a ``kv_budget`` a page is one KV head's.
         page_tokens: tokens of a page.
         cpu_offload_threshold_mb: where less of the device's memory is free, in mebibytes, pages leave it and the pool
             is made smaller.
         kv_host_memory: host memory that pages may take: bytes, "16GiB", or "auto", which leaves a floor.
         spill_dir: folder for pages that find no room in host memory.
         note: takes sentences for the user; None collects them in ``notes``.
+        kv_budget: part of all keys and values that lies on the device, such as 0.135, the place where one layer is put
+            together included; or, as an int, pages that each KV head of a layer attends to.  However small, there is
+            room for one whole layer and for some pages of each head.
+        context_window: tokens, the newest included, that each token may attend to; None sets no limit.
+        choose: decides in place of the digests; see `Chooser`.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -95,8 +118,12 @@ class PagedCache(DynamicCache):
         kv_host_memory: int | str = "auto",
         spill_dir: str | os.PathLike[str] | None = None,
         note: Callable[[str], None] | None = None,
+        kv_budget: float | int | None = None,
+        context_window: int | None = None,
+        choose: Chooser | None = None,
     ) -> None:
         check_kv_options(kv_cache_max_pages, page_tokens, cpu_offload_threshold_mb, kv_host_memory)
+        check_selection(kv_budget, context_window)
         plain = DynamicCache(config=config)
         self.notes: list[str] = []
         self._note = note or self.notes.append
@@ -109,31 +136,95 @@ class PagedCache(DynamicCache):
         self._siblings: dict[Pool, list[BlockTable]] = {}
         self._lanes: dict[torch.device, Lanes] = {}
         num_paged = sum(map(is_paged, plain.layers))
-        self._sizing = Sizing(kv_cache_max_pages, cpu_offload_threshold_mb * MEBIBYTE, num_paged)
-        pool_for = weak(self._pool_for)
-        layers = [PagedLayer(pool_for, self._sizing) if is_paged(layer) else layer for layer in plain.layers]
+        threshold = cpu_offload_threshold_mb * MEBIBYTE
+        num_choosing = 0 if kv_budget is None else max(0, num_paged - NUM_EXEMPT)
+        self._sizing: Sizes = (
+            Sizing(kv_cache_max_pages, threshold, num_paged)
+            if kv_budget is None
+            else BudgetSizing(kv_budget, kv_cache_max_pages, threshold, num_paged, num_choosing)
+        )
+        self._history = History()
+        text = config.get_text_config(decoder=True)
+        self.selection: Selection | None = None
+        """How pages are chosen; None where every token attends to every other."""
+        if kv_budget is not None or context_window is not None:
+            self.selection = Selection(
+                SelectionCounts(),
+                lambda: text._attn_implementation,
+                Rotation(text, HORIZON),
+                choose,
+                context_window=context_window,
+            )
+        pool_for, layers = weak(self._pool_for), list(plain.layers)
+        places = [index for index, layer in enumerate(layers) if is_paged(layer)]
+        for rank, index in enumerate(places):
+            chooses = kv_budget is not None and rank >= NUM_EXEMPT
+            layers[index] = (
+                PagedLayer(pool_for, self._sizing)
+                if self.selection is None
+                else ChosenLayer(pool_for, self._sizing, self.selection, chooses=chooses)
+            )
         Cache.__init__(self, layers=layers)
 
     def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
         if keys.dtype != values.dtype:
             raise ConfigError(f"keys are {keys.dtype} and values {values.dtype}: a page holds one type")
-        shape = PageShape(self._page_tokens, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
+        apart, heads = self.selection is not None, int(keys.shape[1])
+        shape = PageShape(self._page_tokens, 1 if apart else heads, keys.shape[-1], values.shape[-1], keys.dtype)
         key = (keys.device, shape)
         if key not in self._pools:
             if keys.device not in self._lanes:
                 self._lanes[keys.device] = lanes_of(open_device(keys.device))
             lanes = self._lanes[keys.device]
-            size = self._sizing.first(lanes, shape, keys.shape[0], keys.shape[-2])
+            rows = keys.shape[0] * heads // shape.heads
+            size = self._sizing.first(lanes, shape, rows, keys.shape[-2])
             tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
-            self._pools[key] = pool = Pool(lanes, shape, tiers, self._sizing.num_layers, size)
+            layers = self._sizing.num_layers
+            self._pools[key] = pool = (
+                ChosenPool(lanes, shape, tiers, layers, size, heads)
+                if apart
+                else Pool(lanes, shape, tiers, layers, size)
+            )
             self.moves.append(Moves(shape.num_bytes, pool.frames.counts))
         pool = self._pools[key]
         return pool, self._siblings.setdefault(pool, [])
+
+    def selecting(self, model: Any) -> AbstractContextManager[None]:
+        """Set a model's attention to the one that chooses pages for the body of ``with``; without effect if nothing is
+        to be chosen.
+
+        Raises:
+            ConfigError: the model's attention is not "sdpa", or cannot be exchanged.
+        """
+        return selecting(model) if self.selection is not None else contextlib.nullcontext()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """See transformers' ``Cache``; a sample of where pages lie is taken as a pass begins."""
+        if layer_idx == 0 and self._history.is_due():
+            self._history.add(*self._where())
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _where(self) -> tuple[int, int, int]:
+        pools = list(self._pools.values())
+        tiers = [pool.tiers.counts() for pool in pools]
+        return (
+            sum(pool.frames.num_taken() for pool in pools),
+            sum(tier.host_pages for tier in tiers),
+            sum(tier.file_pages for tier in tiers),
+        )
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Where pages lay as passes began."""
+        return list(self._history.samples)
 
     def fork(self) -> PagedCache:
         """A cache of the same content in the same pools; pages are shared until either writes to them."""
         other: PagedCache = copy.copy(self)
         other._siblings, other.layers = {}, []
+        other._history = copy.deepcopy(self._history)
         pool_for = weak(other._pool_for)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
@@ -170,6 +261,8 @@ class PagedCache(DynamicCache):
             file_read_bytes=sum(tier.file_read_bytes for tier in tiers),
             file_written_bytes=sum(tier.file_written_bytes for tier in tiers),
             num_lent=sum(pool.num_lent for pool in pools),
+            digest_bytes=sum(layer.digests.num_bytes for layer in self.layers if isinstance(layer, ChosenLayer)),
+            selection=copy.copy(self.selection.counts) if self.selection is not None else SelectionCounts(),
         )
 
     def check(self) -> None:

@@ -107,10 +107,18 @@ class Frames:
         """Let a lane use frames, behind what every other lane does with them."""
         self._places.claim(lane, frame, count)
 
+    def claim_each(self, lane: Lane, frames: Ids) -> None:
+        """The same for frames in any order."""
+        self._places.claim_each(lane, frames)
+
     def num_free(self) -> int:
         """Frames that can be taken without a page having to leave."""
         free = int(np.count_nonzero(self.table.owner[: self.num_frames] == -1))
         return free + sum(count for _, count, _ in self._spilling)
+
+    def num_taken(self) -> int:
+        """Frames with a page."""
+        return int(np.count_nonzero(self.table.owner[: self.num_frames] != -1))
 
     def take(self, wanted: int, *, staying: bool = False) -> tuple[int, int]:
         """Consecutive free frames, up to ``wanted``: (first, count).  Pages leave where there are none.
@@ -191,6 +199,11 @@ class Frames:
         while self._spilling and self.lanes.has_passed(Lane.OUT, self._spilling[0][2]):
             self._hand_over(self._spilling.pop(0))
 
+    def land(self, pages: Ids) -> None:
+        """Count pages that are on their way as being in their frames: whoever uses one waits in order."""
+        for _, start, count in runs(pages[self.table.state[pages] == LOADING]):
+            self.table.ready(start, count)
+
     def give_up(self, first: int) -> None:
         """Use only the frames before ``first`` from now on; the compute lane may write to the others."""
         inside = self.table.owner[first : self.num_frames]
@@ -228,27 +241,29 @@ class Frames:
 
     @contextlib.contextmanager
     def holding(self, pages: Ids) -> Iterator[None]:
-        """Keep pages in frames for the body: what is in none is recalled, what is on its way is waited for in order."""
-        table, pinned = self.table, []
+        """Keep pages in frames for the body: what is in none is recalled, what is on its way is waited for in order.
+
+        Each page is named once.
+        """
+        table: PageTable = self.table
+        pinned: list[Ids] = []
         self._end_spills(pages)
-        for _, start, count in runs(pages[table.state[pages] == LOADING]):
-            table.ready(start, count)
+        self.land(pages)
         try:
             state = table.state[pages]
-            for _, start, count in runs(pages[state == RESIDENT]):
-                table.pin(start, count)
-                pinned.append((start, count))
+            pinned.append(pages[state == RESIDENT])
+            table.pin_each(pinned[0])
             for _, start, count in runs(pages[state == ABSENT]):
                 while count:
                     done = self._recall_run(start, count)
                     table.ready(start, done)
                     table.pin(start, done)
-                    pinned.append((start, done))
+                    pinned.append(np.arange(start, start + done, dtype=np.int32))
                     start, count = start + done, count - done
             yield
         finally:
-            for start, count in pinned:
-                table.unpin(start, count)
+            for held in pinned:
+                table.pin_each(held, -1)
 
     # Books
 

@@ -13,7 +13,7 @@ from fmstream.errors import ConfigError
 from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.compat import CacheLayerMixin, length_of_query, length_to_keep
 from fmstream.payloads.kv.pool import Pool
-from fmstream.payloads.kv.sizing import Sizing
+from fmstream.payloads.kv.sizing import Sizes
 
 PoolFor = Callable[[torch.Tensor, torch.Tensor], tuple[Pool, list[BlockTable]]]
 """The pool for keys and values of such shapes, and the layers of the cache that are in it, in order."""
@@ -29,7 +29,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, pool_for: PoolFor, sizing: Sizing) -> None:
+    def __init__(self, pool_for: PoolFor, sizing: Sizes) -> None:
         self._pool_for = pool_for
         self._sizing = sizing
         self.pool: Pool | None = None
@@ -80,13 +80,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def fork(self, pool_for: PoolFor, siblings: list[BlockTable]) -> PagedLayer:
         """A layer of the same content, whose pages are shared until either writes to them."""
-        other = PagedLayer(pool_for, self._sizing)
+        other = self._like(pool_for)
         if self.pool is not None:
             other.device, other.dtype, other.is_initialized = self.device, self.dtype, self.is_initialized
             other.block = self.block.copy()
             self.pool.frames.share(other.block.pages)
             other.join(self.pool, siblings)
         return other
+
+    def _like(self, pool_for: PoolFor) -> PagedLayer:
+        """An empty layer of the same options."""
+        return PagedLayer(pool_for, self._sizing)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -97,23 +101,36 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             ConfigError: a gradient would have to flow through the cache.
             MemoryBudgetError: there is no room in any tier; the layer is as before.
         """
+        pool = self._enter(key_states, value_states)
+        with torch.no_grad():
+            keys, values = self._append(pool, key_states, value_states)
+            self._prefetch(pool)
+        return keys, values
+
+    def _enter(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Pool:
+        """Begin an `update`."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigError("keys and values in pages have no gradients: call the model under torch.no_grad()")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.pool is not None
-        pool, begin, siblings = self.pool, self.block.length, self._siblings
-        sequences, end = key_states.shape[0], begin + key_states.shape[-2]
-        pool.enter(self.block)
-        with torch.no_grad():
-            if siblings[0] is self.block:
-                self._sizing.adjust(pool, sequences, end)
-            keys, values = pool.assemble(self.block, sequences, end)
-            keys[:, :, begin:].copy_(key_states)
-            values[:, :, begin:].copy_(value_states)
-            pool.store(self.block, keys, values)
-            pool.prefetch(siblings[(siblings.index(self.block) + 1) % len(siblings)])
-        return keys, values
+        self.pool.enter(self.block)
+        return self.pool
+
+    def _append(self, pool: Pool, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values [rows, heads, tokens, dim]; returns all of them, put together."""
+        begin, rows, end = self.block.length, keys.shape[0], self.block.length + keys.shape[-2]
+        if self._siblings[0] is self.block:
+            self._sizing.adjust(pool, rows, end)
+        all_keys, all_values = pool.assemble(self.block, rows, end)
+        all_keys[:, :, begin:].copy_(keys)
+        all_values[:, :, begin:].copy_(values)
+        pool.store(self.block, all_keys, all_values)
+        return all_keys, all_values
+
+    def _prefetch(self, pool: Pool) -> None:
+        siblings = self._siblings
+        pool.prefetch(siblings[(siblings.index(self.block) + 1) % len(siblings)])
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Length and offset of the keys that the mask is for."""

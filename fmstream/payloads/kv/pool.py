@@ -48,6 +48,9 @@ class Pool:
     Frames lie at its beginning.  Its end is where a layer is put together (`assemble`): it grows with the sequences,
     and takes frames away.
 
+    Attributes:
+        stride: rows of a block table that belong to one sequence.
+
     Args:
         tiers: where pages go that leave their frames; closed with the pool.
         num_layers: how many layers will be in it.
@@ -56,6 +59,8 @@ class Pool:
     Raises:
         MemoryBudgetError: the device has no room for so many pages.
     """
+
+    stride = 1
 
     def __init__(self, lanes: Lanes, shape: PageShape, tiers: Tiers, num_layers: int, max_pages: int) -> None:
         self.shape = shape
@@ -141,6 +146,10 @@ class Pool:
             for begin in range(0, len(missing), self._chunk):
                 frames.recall(missing[begin : begin + self._chunk])
 
+    def passing_frames(self) -> int:
+        """Frames through which a layer may pass at once when it is put together."""
+        return self.frames.num_frames
+
     # A layer put together
 
     def attended(self, block: BlockTable) -> Ids:
@@ -169,7 +178,7 @@ class Pool:
 
     def _gather(self, pages: Ids, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the tokens of pages to where the layer is put together, a chunk at a time."""
-        chunk = min(self._chunk, self.frames.num_frames)
+        chunk = min(self._chunk, self.passing_frames())
         order = list(product(range(len(pages)), range(0, pages.shape[1], chunk)))
         if len(pages) > 1 and len(np.unique(pages)) < pages.size:
             order.sort(key=lambda at: at[1])  # a page of several sequences is used for all of them while it is there
@@ -258,19 +267,19 @@ class Pool:
         Pages that are new and full are compared with those of the first sequence, bit by bit, for equal tokens need not
         give equal bits.  The host waits for that; while tokens come one by one there is nothing to compare.
         """
-        tokens, sequences = self.shape.tokens, len(keys)
+        tokens, sequences, stride = self.shape.tokens, len(keys), self.stride
         low, high = self.shape.pages(begin), block.length // tokens
         shared = np.zeros(block.pages.shape, np.bool_)
-        if sequences < 2 or high <= low:
+        if sequences <= stride or high <= low:
             return shared
         for column in range(low, high, self._chunk):
             stop = min(column + self._chunk, high)
-            equal = _equal_pages(keys[:, :, column * tokens : stop * tokens], tokens)
-            equal &= _equal_pages(values[:, :, column * tokens : stop * tokens], tokens)
-            shared[1:, column:stop] = equal.cpu().numpy()
-        for sequence in range(1, sequences):
+            equal = _equal_pages(keys[:, :, column * tokens : stop * tokens], tokens, stride)
+            equal &= _equal_pages(values[:, :, column * tokens : stop * tokens], tokens, stride)
+            shared[stride:, column:stop] = equal.cpu().numpy()
+        for sequence in range(stride, sequences):
             which = np.flatnonzero(shared[sequence])
-            own, common = block.pages[sequence, which], block.pages[0, which]
+            own, common = block.pages[sequence, which], block.pages[sequence % stride, which]
             block.pages[sequence, which] = common
             self.frames.share(common)
             self.frames.release(own)
@@ -401,12 +410,16 @@ def _by_page(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     return tensor.view(heads, length // tokens, tokens, dim)
 
 
-def _equal_pages(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Which pages of other sequences hold the same bits as the first one's: [sequences - 1, pages]."""
+def _equal_pages(tensor: torch.Tensor, tokens: int, stride: int) -> torch.Tensor:
+    """Which pages of other sequences hold the same bits as the first one's: [rows behind the first ``stride``, pages].
+
+    A sequence has ``stride`` rows, each of which is compared with its like.
+    """
     bits = _INTEGERS[tensor.dtype.itemsize]
-    first, others = tensor[:1].view(bits), tensor[1:].view(bits)
-    sequences, heads, length, dim = others.shape
-    return (others == first).view(sequences, heads, length // tokens, tokens, dim).all(4).all(3).all(1)
+    first, others = tensor[:stride].view(bits), tensor[stride:].view(bits)
+    rows, heads, length, dim = others.shape
+    equal = others.view(-1, *first.shape) == first
+    return equal.view(rows, heads, length // tokens, tokens, dim).all(4).all(3).all(1)
 
 
 def _called(method: weakref.WeakMethod[Any], wanted: int) -> int:

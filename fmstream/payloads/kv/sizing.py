@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from fmstream.device.lanes import Lanes
 from fmstream.errors import MemoryBudgetError
@@ -14,6 +14,18 @@ GROWTH: Final = 1.5
 """A pool that grows gets more than is needed now, so that it does not have to grow soon again."""
 RELIEF: Final = 1 / 8
 """A pool that gives memory back gives this part more, for the same reason."""
+
+
+class Sizes(Protocol):
+    """Decides how large a pool is."""
+
+    def first(self, lanes: Lanes, shape: PageShape, rows: int, num_tokens: int) -> int:
+        """Pages of a new pool, before a pass that holds ``num_tokens`` in each row of a block table."""
+        ...
+
+    def adjust(self, pool: Pool, rows: int, num_tokens: int) -> None:
+        """Make a pool larger or smaller before such a pass; raises `MemoryBudgetError` where no tier has room."""
+        ...
 
 
 class Sizing(NamedTuple):
@@ -29,16 +41,16 @@ class Sizing(NamedTuple):
     threshold_bytes: int
     num_layers: int
 
-    def first(self, lanes: Lanes, shape: PageShape, sequences: int, num_tokens: int) -> int:
+    def first(self, lanes: Lanes, shape: PageShape, rows: int, num_tokens: int) -> int:
         """Pages of a new pool."""
         if self.max_pages is not None:
             return self.max_pages
-        in_layer = sequences * shape.pages(num_tokens)
-        wanted = int((self.num_layers + 1) * in_layer * GROWTH) + sequences
+        in_layer = rows * shape.pages(num_tokens)
+        wanted = int((self.num_layers + 1) * in_layer * GROWTH) + rows
         return max(in_layer, min(wanted, self._allowed(lanes, shape, wanted)))
 
-    def adjust(self, pool: Pool, sequences: int, num_tokens: int) -> None:
-        """Before a pass that will hold ``num_tokens`` of each sequence: make the pool larger or smaller.
+    def adjust(self, pool: Pool, rows: int, num_tokens: int) -> None:
+        """Before a pass that will hold ``num_tokens`` in each row: make the pool larger or smaller.
 
         Raises:
             MemoryBudgetError: pages have to leave the device, and no tier has room.
@@ -46,7 +58,7 @@ class Sizing(NamedTuple):
         if self.max_pages is not None and not self.threshold_bytes:
             return
         shape, lanes = pool.shape, pool.lanes
-        in_layer = sequences * shape.pages(num_tokens)
+        in_layer = rows * shape.pages(num_tokens)
         smallest = in_layer + int(in_layer * HEADROOM)
         available = lanes.available_bytes()
         if available is not None and available < self.threshold_bytes:

@@ -1,0 +1,76 @@
+"""The attention function that brings the query to a layer which chooses pages, and setting a model to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from fmstream.errors import ConfigError
+from fmstream.payloads.kv.chosen_layer import ATTENTION, MARK, ChosenLayer
+
+BENEATH: Final = "sdpa"
+"""The implementation that does the attention, here and in passes that choose nothing."""
+
+
+def pages_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Scaled dot product attention; for keys from a layer that chooses, over what it chooses for this query."""
+    layer = getattr(key, MARK, None)
+    if isinstance(layer, ChosenLayer):
+        if layer.is_pending:
+            if kwargs.get("position_bias") is not None:
+                key, value = layer.everything()
+            else:
+                key, value, attention_mask = layer.attend(query, attention_mask, scaling)
+        key, value, attention_mask = layer.within_window(query, key, value, attention_mask)
+    return _beneath()(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def _beneath() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS[BENEATH]
+
+
+def register() -> None:
+    """Make the attention and its mask known to transformers; may be called again."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, pages_attention)
+    AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS[BENEATH])
+
+
+@contextlib.contextmanager
+def selecting(model: Any) -> Iterator[None]:
+    """Within the body a model's attention can choose pages; afterwards it is as it was.
+
+    Raises:
+        ConfigError: the model's attention is not "sdpa", or cannot be exchanged.
+    """
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    if before == ATTENTION:
+        yield
+        return
+    if before != BENEATH or not getattr(type(model), "_supports_attention_backend", False):
+        raise ConfigError(
+            f"nothing is chosen for {type(model).__name__} with attention {before!r}: kv_budget and context_window "
+            "need a model whose attention is exchangeable and set to 'sdpa'; leave them out"
+        )
+    register()
+    config._attn_implementation_internal = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before

@@ -1,0 +1,236 @@
+"""A pool whose layers attend to chosen pages: a page is one KV head's, and each head has frames of its own."""
+
+from __future__ import annotations
+
+from typing import Final
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fmstream.core.order import Lane
+from fmstream.core.pages import ABSENT, LOADING, RESIDENT
+from fmstream.device.lanes import Lanes
+from fmstream.payloads.kv import residency
+from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
+from fmstream.payloads.kv.choosing import Desk
+from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.shape import PageShape
+from fmstream.payloads.kv.tiers import Tiers
+
+TRANSIT_SHARE: Final = 1 / 16
+"""Part of the frames, at most, through which layers pass that attend to everything."""
+LEAST_TRANSIT: Final = 4
+
+
+class ChosenPool(Pool):
+    """A pool for layers that choose their pages and for some that attend to all.
+
+    A row of a block table is one KV head of one sequence.  Each row of a layer that chooses keeps a page that is being
+    filled and `quota` others in frames; what is left is for the others to pass through.  Where a layer is put together
+    at the end of the pool, chosen pages are as well.
+
+    Args:
+        heads: KV heads of a sequence.
+    """
+
+    def __init__(
+        self, lanes: Lanes, shape: PageShape, tiers: Tiers, num_layers: int, max_pages: int, heads: int
+    ) -> None:
+        super().__init__(lanes, shape, tiers, num_layers, max_pages)
+        self.stride = heads
+        self.choosing: WeakSet[BlockTable] = WeakSet()
+        """Block tables of the layers that choose."""
+        self.desk = Desk(lanes)
+        finalize(self, Desk.close, self.desk)
+        self._open: WeakKeyDictionary[BlockTable, tuple[Ids, torch.Tensor]] = WeakKeyDictionary()
+        """Frames of the pages that a layer is filling, and the same on the device."""
+
+    def transit_frames(self) -> int:
+        """Frames that layers pass through which attend to everything."""
+        return max(LEAST_TRANSIT, min(2 * self._chunk, int(self.frames.num_frames * TRANSIT_SHARE)))
+
+    def passing_frames(self) -> int:
+        """Half of them: one part comes while another is copied."""
+        return max(1, self.transit_frames() // 2)
+
+    def quota(self, rows: int) -> int:
+        """Complete pages that each row of a layer which chooses may keep in frames."""
+        spare = self.frames.num_frames - self.transit_frames() - rows * max(self._num_layers, len(self.layers))
+        return max(0, spare // (rows * max(1, len(self.choosing))))
+
+    def kept(self, block: BlockTable) -> int:
+        """Columns at the beginning of a layer that stay in frames, before any were chosen."""
+        columns = int(block.pages.shape[1])
+        return min(columns, self.quota(block.num_sequences)) if block in self.choosing else 0
+
+    def _make_room(self, wanted: int) -> int:
+        """Let pages leave: first those of layers that only pass through."""
+        total = 0
+        for block in self.layers:
+            if block not in self.choosing and total < wanted:
+                found = residency.passing(self.frames.table, block, 0)[: wanted - total]
+                self.frames.evict(found)
+                total += len(found)
+        return total or super()._make_room(wanted)
+
+    def prefetch(self, block: BlockTable) -> None:
+        """Recall what a layer that attends to everything will need first, as far as frames are free for it."""
+        if block in self.choosing:
+            return
+        missing = residency.each_once(block.pages, self.frames.table.state == ABSENT)
+        room = min(self.frames.num_free() - block.num_sequences, self.passing_frames())
+        self.frames.recall(missing[: max(0, room)])
+
+    # One token more
+
+    def append(self, block: BlockTable, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Bring a token of each row, [rows, dim], to the pages that are being filled; nothing is put together.
+
+        If there is no room for it the layer is as before.
+        """
+        slot = block.length % self.shape.tokens
+        if slot:
+            self._own_open(block)
+        else:
+            block.extend(self._filled(len(keys))[:, None])
+        pages = block.pages[:, -1]
+        with self.frames.holding(pages):
+            index, where = self._open_index(block, pages), self.frames.table.frame[pages]
+            self.frames.claim_each(Lane.COMPUTE, where)
+            for target, source in ((self._keys, keys), (self._values, values)):
+                place = target[:, 0, slot]
+                with self.lanes.picking(place, where):
+                    place.index_put_((index,), source)
+            self.frames.table.dirty[pages] = True
+        block.length += 1
+        self._together = None
+        self.lanes.point(Lane.COMPUTE)
+
+    def _filled(self, count: int) -> Ids:
+        """New pages in frames, of which the compute lane writes the first token next."""
+        frames, table = self.frames, self.frames.table
+        pages, done = frames.new(count), 0
+        try:
+            for _, start, length in runs(pages):
+                end = start + length
+                while start < end:
+                    _, got = frames.fill(start, end - start, staying=False)
+                    table.pin(start, got)
+                    start, done = start + got, done + got
+        except BaseException:
+            table.pin_each(pages[:done], -1)
+            frames.release(pages)
+            raise
+        table.pin_each(pages, -1)
+        return pages
+
+    def _own_open(self, block: BlockTable) -> None:
+        """Give each row a last page of its own, with what the shared one holds."""
+        frames, last = self.frames, block.pages[:, -1]
+        for row in np.flatnonzero(frames.refs[last] > 1):
+            old = last[row : row + 1].copy()
+            if frames.refs[old[0]] < 2:  # the last that refers to it keeps it
+                continue
+            with frames.holding(old):
+                new = self._filled(1)
+                source, target = frames.table.frame[old[0]], frames.table.frame[new[0]]
+                frames.claim(Lane.COMPUTE, int(source), 1)
+                frames.claim(Lane.COMPUTE, int(target), 1)
+                frames.memory[target].copy_(frames.memory[source])
+                frames.table.dirty[new] = True
+            frames.release(old)
+            last[row] = new[0]
+            block.version += 1
+            self.lanes.point(Lane.COMPUTE)
+
+    def _open_index(self, block: BlockTable, pages: Ids) -> torch.Tensor:
+        where = self.frames.table.frame[pages]
+        kept = self._open.get(block)
+        if kept is None or not np.array_equal(kept[0], where):
+            self._open[block] = kept = where, self.desk.upload("open", where.astype(np.int64))
+        return kept[1]
+
+    # Chosen pages
+
+    def resident(self, pages: Ids) -> NDArray[np.bool_]:
+        """Which pages are in frames or on their way to them."""
+        state = self.frames.table.state[pages]
+        return np.asarray((state == RESIDENT) | (state == LOADING))
+
+    def bring(self, block: BlockTable, wanted: Ids, victims: Ids, quota: int) -> int:
+        """Let pages leave for others that are about to be attended to; how many of those are in no frame.
+
+        Args:
+            block: the layer.
+            wanted: pages, each once.
+            victims: pages of the layer that are least wanted.
+            quota: pages that each row may keep.
+        """
+        frames, before = self.frames, np.unique(block.pages[:, :-1])
+        frames.land(before)
+        staying = np.union1d(wanted, block.pages[:, -1])
+        frames.evict(self._that_may_leave(victims, staying))
+        missing = int(np.count_nonzero(frames.table.state[wanted] == ABSENT))
+        surplus = int(np.count_nonzero(self.resident(before))) + missing - quota * block.num_sequences
+        if surplus > 0:  # after a prefill, when layers are in frames as far as there was room
+            frames.evict(self._that_may_leave(before, staying)[-surplus:])
+        return missing
+
+    def _that_may_leave(self, pages: Ids, staying: Ids) -> Ids:
+        table, pages = self.frames.table, np.setdiff1d(pages, staying)
+        return pages[(table.state[pages] == RESIDENT) & (table.pins[pages] == 0)]
+
+    def gather(self, block: BlockTable, columns: NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some columns of each row and of the last one, in that order.
+
+        Args:
+            block: the layer.
+            columns: int32 [rows, n], in ascending order.
+
+        Returns:
+            [rows, tokens, dim] each, views of the end of the pool.
+        """
+        rows, shape = block.num_sequences, self.shape
+        every = np.concatenate([np.take_along_axis(block.pages, columns, 1), block.pages[:, -1:]], 1)
+        self._grow_end(every.size)
+        with self.frames.holding(np.unique(every)):
+            where = self.frames.table.frame[every].ravel()
+            index = self.desk.upload("frames", where.astype(np.int64))
+            self.frames.claim_each(Lane.COMPUTE, where)
+            self._together = None
+            keys, values = self._views(rows, every.shape[1] * shape.tokens, writing=True)
+            for target, source in ((keys, self._keys), (values, self._values)):
+                flat = target.view(every.size, shape.tokens, target.shape[-1])
+                pages = source[:, 0]
+                with self.lanes.picking(pages, where):
+                    torch.index_select(pages, 0, index, out=flat)
+        self.lanes.point(Lane.COMPUTE)
+        length = columns.shape[1] * shape.tokens + (block.length - 1) % shape.tokens + 1
+        return keys[:, 0, :length], values[:, 0, :length]
+
+    def ahead(self, pages: Ids) -> Ids:
+        """Recall pages for later steps, as far as frames are free; those that are on their way."""
+        missing = np.unique(pages)
+        missing = missing[self.frames.table.state[missing] == ABSENT]
+        missing = missing[: max(0, self.frames.num_free() - self.transit_frames())]
+        self.frames.recall(missing)
+        return missing
+
+    def keys_of(self, pages: Ids) -> torch.Tensor:
+        """Keys of pages in any order, each once, [n, tokens, dim], in memory of their own."""
+        with self.frames.holding(pages):
+            where = self.frames.table.frame[pages]
+            index = self.desk.upload("keys", where.astype(np.int64))
+            self.frames.claim_each(Lane.COMPUTE, where)
+            source = self._keys[:, 0]
+            with self.lanes.picking(source, where):
+                keys = source.index_select(0, index)
+        self.lanes.point(Lane.COMPUTE)
+        return keys
+
+    def close(self) -> None:
+        """See `Pool`."""
+        self.desk.close()
+        super().close()
