@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT, PageTable
 from fmstream.payloads.kv.blocks import BlockTable
-from fmstream.payloads.kv.residency import AHEAD_BYTES, in_order_of_leaving, kept_columns, leaving
+from fmstream.payloads.kv.residency import AHEAD_BYTES, Kind, in_order_of_leaving, kept_columns, leaving
 
 
 def layer(sequences: int, columns: int, first: int = 0) -> BlockTable:
@@ -63,11 +63,11 @@ def test_what_passes_leaves_before_what_stays_and_that_before_what_comes() -> No
     table.ready(0, 11)  # the last page of the last layer is on its way
     table.pin(4, 1)
     pages: list[int] = []
-    for group, is_loading in leaving(table, layers, 1, lambda _: 2, 100):
-        assert is_loading == (11 in group)
+    for group, kind in leaving(table, layers, 1, lambda _: 2, 100):
+        assert (kind is Kind.LOADING) == (11 in group)
         for page in group.tolist():
             pages.append(page)
-            if not is_loading:
+            if kind is not Kind.LOADING:
                 table.evict(page, 1)
     assert pages[:3] == [2, 6, 10]
     assert sorted(pages[3:-1]) == [0, 1, 3, 5, 7, 8, 9]

@@ -65,6 +65,9 @@ class ChosenPool(Pool):
         columns = int(block.pages.shape[1])
         return min(columns, self.quota(block.num_sequences)) if block in self.choosing else 0
 
+    def _reserve(self, block: BlockTable) -> None:
+        """Nothing is set apart: what is chosen comes page by page, and lies anywhere."""
+
     def _make_room(self, wanted: int) -> int:
         """Let pages leave: first those of layers that only pass through."""
         total = 0

@@ -7,6 +7,7 @@ stays; the rest of a layer makes room as soon as it was read.  So the link has t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
 from typing import Final
 
 import numpy as np
@@ -42,31 +43,36 @@ def in_order_of_leaving(count: int, current: int) -> list[int]:
     return [*behind[:1], current, *behind[1:]]
 
 
+class Kind(Enum):
+    """Pages that may leave their frames: those that pass through, those that stay, those that are on their way."""
+
+    PASSING = auto()
+    STAYING = auto()
+    LOADING = auto()
+
+
 def leaving(
     table: PageTable, layers: Sequence[BlockTable], current: int, kept: Callable[[BlockTable], int], wanted: int
-) -> Iterator[tuple[Ids, bool]]:
-    """Pages that may leave their frames, the best first, until ``wanted`` are found: (pages, whether they are loading).
+) -> Iterator[tuple[Ids, Kind]]:
+    """Pages that may leave their frames, the best first, until ``wanted`` are found; one kind after the other.
 
-    First what does not stay, a layer at a time, so that frames do not fall to pieces; then what would; then what is on
-    its way.
+    What passes through leaves a layer at a time, so that frames do not fall to pieces.
     """
     order = in_order_of_leaving(len(layers), current)
-    for staying in (False, True):
+    for kind in Kind:
         for index in order:
             layer = layers[index]
-            found = unpinned(table, layer.pages)[:wanted] if staying else passing(table, layer, kept(layer))
+            if kind is Kind.PASSING:
+                found = passing(table, layer, kept(layer))
+            elif kind is Kind.STAYING:
+                found = unpinned(table, layer.pages)[:wanted]
+            else:
+                found = each_once(layer.pages, table.state == LOADING)[::-1][:wanted]
             if len(found):
-                yield found, False
+                yield found, kind
                 wanted -= len(found)
                 if wanted <= 0:
                     return
-    for index in order:
-        found = each_once(layers[index].pages, table.state == LOADING)
-        if len(found):
-            yield found[::-1][:wanted], True
-            wanted -= len(found)
-            if wanted <= 0:
-                return
 
 
 def passing(table: PageTable, layer: BlockTable, kept: int) -> Ids:
