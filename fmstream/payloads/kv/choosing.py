@@ -63,13 +63,15 @@ class Watcher(Protocol):
 
 class Seen(NamedTuple):
     """What a watcher is shown: the layer, the query [batch, heads, 1, dim], the mask and the scale of its attention,
-    the decision, and what was in frames before it, bool [rows, pages]."""
+    the decision, whether the gate lets the layer attend to everything, and what was in frames before it or on its way
+    there, bool [rows, pages]."""
 
     layer: Any
     query: torch.Tensor
     mask: torch.Tensor | None
     scale: float
     decision: Decision
+    falls_back: bool
     resident: NDArray[np.bool_]
 
 
@@ -96,6 +98,10 @@ class Selection:
     num_sinks: int = NUM_SINKS
     num_recent: int = NUM_RECENT
     ahead_share: float = field(default=AHEAD_SHARE)
+
+    def falls_back(self, decision: Decision) -> bool:
+        """Whether so much would be left out that the layer attends to everything."""
+        return float(decision.left_out.max()) >= self.gate
 
     def limits(self, num_frames: int) -> Limits | None:
         """How many pages a row may name with so many frames; None where those that are always chosen do not fit."""

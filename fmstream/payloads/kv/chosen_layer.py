@@ -205,7 +205,7 @@ class ChosenLayer(PagedLayer):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         decision = self._decide(query, mask, scale, limits, complete)
         counts.decisions += self.block.num_sequences
-        if float(decision.left_out.max()) >= self.selection.gate:
+        if self.selection.falls_back(decision):
             counts.fallbacks += self.block.num_sequences
             return (*self._together(), mask)
         columns = self._bring(decision, limits)
@@ -239,7 +239,8 @@ class ChosenLayer(PagedLayer):
         choose = selection.choose or pool.desk.decide
         decision = choose(query[:, :, 0], known, limits, resident[:, :complete])
         if selection.watch is not None:
-            selection.watch(Seen(self, query, mask, scale, decision, resident[:, :complete]))
+            falls_back = selection.falls_back(decision)
+            selection.watch(Seen(self, query, mask, scale, decision, falls_back, resident[:, :complete]))
         return decision
 
     def _keys_of(self, pages: Ids) -> torch.Tensor:
