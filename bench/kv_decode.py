@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fmstream import emulator
+from fmstream import PagedCache, emulator
 from fmstream.doors.dry_run import AMPLE_BYTES, unknown_values, without_memory
 from fmstream.emulator.cards import Card
 
@@ -59,7 +58,8 @@ class Decoded:
         seconds: of one step, which gives every sequence a token.
         compute_seconds: how long the card computed in it.
         bytes_in, bytes_out: over the link, in it.
-        device_bytes: the most that was allocated on the card beside the weights.
+        device_bytes: the most that was allocated on the card beside the weights and digests.
+        digest_bytes: digests of pages.
         host_bytes: the most that was pinned on the host, as PyTorch rounds what it pins.
         races: accesses out of order that the checker found.
     """
@@ -69,6 +69,7 @@ class Decoded:
     bytes_in: float
     bytes_out: float
     device_bytes: int
+    digest_bytes: int
     host_bytes: int
     races: int
 
@@ -114,7 +115,7 @@ class Decoder:
     def step(self, cache: Any, sequences: int) -> None:
         """A token for every sequence; the host waits for it, as whoever samples it does."""
         ids = torch.ones((sequences, 1), dtype=torch.long, device="emu")
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        self.model(input_ids=ids, use_cache=True, cache=cache)
         torch.get_device_module("emu").current_stream().synchronize()
 
     def measure(self, cache: Any, sequences: int) -> Decoded:
@@ -127,12 +128,14 @@ class Decoder:
         for _ in range(TOKENS):
             self.step(cache, sequences)
         seconds, after = machine.now - began, machine.statistics()
+        digests = cache.statistics().digest_bytes if isinstance(cache, PagedCache) else 0
         return Decoded(
             seconds=seconds / TOKENS,
             compute_seconds=(after.busy["compute"] - before.busy["compute"]) / TOKENS,
             bytes_in=after.bytes_in / TOKENS,
             bytes_out=after.bytes_out / TOKENS,
-            device_bytes=after.peak_allocated - self._weights,
+            device_bytes=after.peak_allocated - self._weights - digests,
+            digest_bytes=digests,
             host_bytes=after.peak_pinned_bytes,
             races=after.num_reports,
         )
@@ -153,11 +156,12 @@ def decoder(card: Card, shape: Shape, *, ample: bool = False) -> Iterator[Decode
 def decode(card: Card, shape: Shape, make: Make, *, sequences: int = 1, ample: bool = False) -> Decoded:
     """Decode with a cache.  Sequences beyond the first are copies of it: they share all that they were given."""
     with decoder(card, shape, ample=ample) as playing:
-        cache = make(copy.deepcopy(playing.model.config))
-        playing.fill(cache)
-        if sequences > 1:
-            cache.batch_repeat_interleave(sequences)
-        found = playing.measure(cache, sequences)
-        if hasattr(cache, "close"):
+        cache = make(playing.model.config)
+        with cache.selecting(playing.model) if isinstance(cache, PagedCache) else nullcontext():
+            playing.fill(cache)
+            if sequences > 1:
+                cache.batch_repeat_interleave(sequences)
+            found = playing.measure(cache, sequences)
+        if isinstance(cache, PagedCache):
             cache.close()
         return found

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from bench.contract import Bar, Findings, Row, Workplace, register
 from bench.kv_decode import Decoded, Shape, decode
+from bench.kv_recall import SeededRecall
 from bench.peers.shim.patches import Patches
 from fmstream import PagedCache, emulator
 from fmstream.emulator.cards import card
@@ -31,6 +32,8 @@ BARS: Final = {
 }
 SHARE: Final = 0.135
 """Part of the keys and values of one sequence that may be on the card, what a layer is put together in included."""
+POOL_SHARE: Final = 0.134
+"""What pools are given of it; the rest is for what a step computes with."""
 PAGE_TOKENS: Final = 32
 BATCH: Final = 4
 CASES: Final = tuple((name, tokens) for name in ("rtx4060", "rtx4090") for tokens in (32 << 10, 128 << 10))
@@ -55,14 +58,13 @@ class Contender:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def num_pages(shape: Shape) -> int:
-    """Pages of a pool that takes `SHARE` of one sequence's keys and values, the frame on top of it included."""
-    page = PageShape(PAGE_TOKENS, shape.kv_heads, shape.head_dim, shape.head_dim, torch.bfloat16)
-    return int(SHARE * shape.kv_bytes) // page.num_bytes - 2
-
-
 def _exact(config: Any, shape: Shape) -> Any:
-    return PagedCache(config, num_pages(shape), page_tokens=PAGE_TOKENS)
+    page = PageShape(PAGE_TOKENS, shape.kv_heads, shape.head_dim, shape.head_dim, torch.bfloat16)
+    return PagedCache(config, int(POOL_SHARE * shape.kv_bytes) // page.num_bytes, page_tokens=PAGE_TOKENS)
+
+
+def _selective(config: Any, shape: Shape) -> Any:
+    return PagedCache(config, page_tokens=PAGE_TOKENS, kv_budget=POOL_SHARE, choose=SeededRecall())
 
 
 def _offloaded(config: Any, shape: Shape) -> Any:
@@ -85,6 +87,8 @@ CONTENDERS: Final = (
     Contender("offloaded", _offloaded, around=default_stream_of_cuda),
     Contender("exact", _exact),
     Contender("exact, batch 4", _exact, sequences=BATCH),
+    Contender("selective", _selective),
+    Contender("selective, batch 4", _selective, sequences=BATCH),
 )
 
 
@@ -127,12 +131,15 @@ def _played(name: str, shape: Shape, contender: Contender) -> Decoded:
 
 
 def _figures(name: str, shape: Shape, found: dict[str, Decoded]) -> Iterator[tuple[str, float]]:
-    exact, offloaded, resident = found["exact"], found["offloaded"], found["resident"]
+    offloaded, resident = found["offloaded"], found["resident"]
     link = shape.kv_bytes / card(name).h2d_bytes_per_second
-    yield "device_share", exact.device_bytes / shape.kv_bytes
-    yield "exact_vs_offloaded", offloaded.seconds / exact.seconds
-    yield "exact_gap", exact.seconds / max(resident.compute_seconds, link)
-    yield "batch4_vs_batch1", BATCH * exact.seconds / found["exact, batch 4"].seconds
+    for mode in ("exact", "selective"):
+        one, four = found[mode], found[f"{mode}, batch 4"]
+        yield "device_share", one.device_bytes / shape.kv_bytes
+        yield "batch4_vs_batch1", BATCH * one.seconds / four.seconds
+        yield f"{mode}_vs_offloaded", offloaded.seconds / one.seconds
+    yield "digest_share", found["selective"].digest_bytes / shape.kv_bytes
+    yield "exact_gap", found["exact"].seconds / max(resident.compute_seconds, link)
 
 
 def _row(name: str, shape: Shape, contender: Contender, found: Decoded) -> Row:
@@ -148,6 +155,7 @@ def _row(name: str, shape: Shape, contender: Contender, found: Decoded) -> Row:
         "out_gb": found.bytes_out / 1e9,
         "device_gb": found.device_bytes / 1e9,
         "device_share": found.device_bytes / shape.kv_bytes,
+        "digest_share": found.digest_bytes / shape.kv_bytes,
         "host_gb": found.host_bytes / 1e9,
         "races": found.races,
         "fits": fits,
