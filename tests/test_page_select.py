@@ -88,6 +88,7 @@ def run_kernel(
         limits.num_sinks,
         limits.num_recent,
         case.scale,
+        limits.stay,
     )
     assert not arrived.any()
     return Choice(*lists, left_out)
@@ -116,13 +117,19 @@ def compiled(
     return Kernel(source.replace(*edit) if edit[0] else source, "page_select", THREADS, macros, folder)
 
 
-def make_limits(sinks: int, recent: int, more: int, spare: int, ahead: int) -> Limits:
+def make_limits(sinks: int, recent: int, more: int, spare: int, ahead: int, stay: float) -> Limits:
     chosen = sinks + recent + more
-    return Limits(chosen, chosen + spare, ahead, sinks, recent)
+    return Limits(chosen, chosen + spare, ahead, sinks, recent, stay)
 
 
 limits_drawn = st.builds(
-    make_limits, st.integers(0, 3), st.integers(0, 3), st.integers(1, 30), st.integers(0, 20), st.integers(0, 9)
+    make_limits,
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 30),
+    st.integers(0, 20),
+    st.integers(0, 9),
+    st.sampled_from([0.0, 0.5, 4.0]),
 )
 
 
@@ -189,11 +196,12 @@ def test_floats_of_any_kind_give_close_shares(kernel: Kernel) -> None:
         ("turned = d < HEAD_DIM / 2 ? -turned : turned;", ""),
         ("held + fetched - num_frames", "held - num_frames"),
         ("if (w < warp) rank", "if (w <= warp) rank"),
+        ("resident[page] ? importance[page] + stay", "resident[page] ? importance[page]"),
     ],
 )
 def test_a_wrong_kernel_is_caught(tmp_path: Path, edit: tuple[str, str]) -> None:
     broken = compiled(tmp_path, 3, edit=edit)
-    limits = Limits(14, 45, 6, 1, 1)
+    limits = Limits(14, 45, 6, 1, 1, stay=2.0)
     for seed in range(8):
         case = Case(seed, batch=1, heads=2, group=3, pages=130, dims=64)
         case.centre.clamp_(-1, 1)  # many equal bounds

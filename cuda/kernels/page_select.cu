@@ -4,7 +4,8 @@
 // q the box bounds what any key in it can score: max over the box of q.k = sum over d of q_d c_d + |q_d| r_d.
 //
 //   importance   that bound, the largest over the queries that share the KV head; per query it also estimates how much
-//                attention the pages left out would have got
+//                attention the pages left out would have got; a page in memory counts `stay` more, so that pages of
+//                nearly the same importance do not take turns
 //   position     the same bound for the mean query turned on by the rotary embedding's average over coming positions
 //   paging       the most important pages are chosen; of the others, those that the coming positions favour fill the
 //                frames that are left: what of them is not in memory is fetched ahead, and the least favoured make room
@@ -227,10 +228,13 @@ __device__ float share_left_out(
 
 struct ByImportance {
     const float* importance;
+    const unsigned char* resident;
     int num_pages, num_sinks, num_recent;
+    float stay;
     __device__ unsigned operator()(int page) const {
         bool kept = page < num_sinks || page >= num_pages - num_recent;
-        return kept ? 0xffffffffu : min(in_order(importance[page]), 0xfffffffeu);
+        float value = resident[page] ? importance[page] + stay : importance[page];
+        return kept ? 0xffffffffu : min(in_order(value), 0xfffffffeu);
     }
 };
 
@@ -270,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_select(
     const float* __restrict__ mean_cos, const float* __restrict__ mean_sin, const unsigned char* __restrict__ resident,
     float* bounds, float* importance, float* prior, unsigned char* role, unsigned* arrived, int* chosen, int* ahead,
     int* victims, float* left_out, int num_pages, int page_stride, int num_chosen, int num_ahead, int num_frames,
-    int num_sinks, int num_recent, float scale
+    int num_sinks, int num_recent, float scale, float stay
 ) {
     __shared__ Shared shared;
     size_t head = (size_t)blockIdx.z * gridDim.y + blockIdx.y;
@@ -299,7 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_select(
     for (int page = threadIdx.x; page < num_pages; page += THREADS) role[page] = REST;
     __syncthreads();
     int num_taken = take_largest(
-        shared, ByImportance{importance, num_pages, num_sinks, num_recent}, num_pages, num_chosen, chosen, role, CHOSEN);
+        shared, ByImportance{importance, resident, num_pages, num_sinks, num_recent, stay}, num_pages, num_chosen, chosen,
+        role, CHOSEN);
     float share = share_left_out(shared, bounds, role, num_pages, page_stride);
 
     if (threadIdx.x == 0) shared.taken = 0;

@@ -247,6 +247,13 @@ def _publish(pages, listed):
 
 
 @njit(**_OPTIONS)
+def _favour(importance, resident, stay):
+    """Raise the importance of what is in memory."""
+    for page in range(importance.shape[0]):
+        importance[page] += stay if resident[page] else np.float32(0)
+
+
+@njit(**_OPTIONS)
 def _attended(importance, begin, end, limit, chosen, others, scratch):
     """List the pages that are attended to, all before ``begin`` and from ``end`` on among them, and the others."""
     keys, work, histogram = scratch
@@ -300,13 +307,13 @@ _vector, _listed = types.float32[::1], types.int32[:, ::1]
 @_kept(
     types.void(
         *(_many_floats, _many_floats, _many_floats, types.boolean[:, ::1], _vector, _vector, types.float32),
-        *(types.int64, types.int64, types.int64, types.int64, types.int64),
+        *(types.int64, types.int64, types.int64, types.int64, types.int64, types.float32),
         *(_listed, _listed, _listed, _vector),
     )
 )
 def decide(
     query, centre, radius, resident, mean_cos, mean_sin, scale,
-    num_pages, num_ahead, num_frames, num_sinks, num_recent,
+    num_pages, num_ahead, num_frames, num_sinks, num_recent, stay,
     chosen, ahead, victims, left_out,
 ):  # fmt: skip
     """Decide for heads one after the other; the first axis of all arrays is sequences times KV heads.
@@ -318,7 +325,7 @@ def decide(
         mean_cos, mean_sin: float32 [D].
         scale: float32 that bounds are multiplied by.
         num_pages: pages to decide about, at most P.
-        num_ahead, num_frames, num_sinks, num_recent: see `fmstream.payloads.page_select.Limits`.
+        num_ahead, num_frames, num_sinks, num_recent, stay: see `fmstream.payloads.page_select.Limits`.
         chosen, ahead, victims: int32 results [N, ...], as long as pages may be listed.
         left_out: float32 result [N].
     """
@@ -347,6 +354,7 @@ def decide(
         left[:] = bounds[0]
         for g in range(1, group):
             _raise_to(left, bounds[g])
+        _favour(left, resident[head], stay)
         num_chosen = _attended(left, begin, end, chosen.shape[1], attended, others, scratch)
         rest = others[: num_pages - num_chosen]
         _publish(attended[:num_chosen], chosen[head])

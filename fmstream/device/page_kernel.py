@@ -71,13 +71,14 @@ class PageKernel:
         num_sinks: int,
         num_recent: int,
         scale: float,
+        stay: float,
     ) -> None:
         """Launch on the current stream.
 
         Args:
             inputs: query, centre, radius, mean cos, mean sin, resident; contiguous, as in the source.
             results: chosen, ahead, victims, left out.
-            num_pages, num_frames, num_sinks, num_recent, scale: as in the source.
+            num_pages, num_frames, num_sinks, num_recent, scale, stay: as in the source.
         """
         from cuda.core import LaunchConfig, Stream, launch
 
@@ -108,6 +109,7 @@ class PageKernel:
                 *(tensor.data_ptr() for tensor in tensors),
                 *(np.int32(size) for size in sizes),
                 np.float32(scale),
+                np.float32(stay),
             )
 
     def _counters(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:

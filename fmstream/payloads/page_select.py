@@ -5,7 +5,7 @@ the box bounds what a key in it can score: the largest q.k over the box is sum o
 decisions for each sequence and KV head:
 
 - importance: that bound, the largest over the queries that share the KV head.  The most important pages are chosen;
-  the first (*sinks*) and the last (*recent*) ones always are.
+  the first (*sinks*) and the last (*recent*) ones always are, and one in memory is preferred to one hardly better.
 - position: the bound of the mean query turned on by what the rotary embedding turns on average over the coming
   positions.  The pages that it favours fill the frames that are left.
 - paging: what of these is not in memory is fetched ahead, and the least favoured pages in memory make room.
@@ -40,6 +40,8 @@ class Limits:
         num_frames: pages that may be in memory, at least ``num_chosen``.
         num_ahead: pages that may be fetched ahead at once.
         num_sinks, num_recent: pages at the start and the end that are always chosen.
+        stay: what a page in memory is worth more than its bound, in units of the scores: with 1, another must promise
+            e times the attention to be fetched instead of it.
 
     Raises:
         ConfigError: a number is negative, or the pages that are always chosen are more than may be chosen.
@@ -50,6 +52,7 @@ class Limits:
     num_ahead: int = 0
     num_sinks: int = 2
     num_recent: int = 2
+    stay: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_chosen", "num_frames", "num_ahead", "num_sinks", "num_recent"):
@@ -222,6 +225,7 @@ def _select_with_kernel(
         limits.num_sinks,
         limits.num_recent,
         digests.scale,
+        limits.stay,
     )
     return choice
 
@@ -238,7 +242,8 @@ def _select_natively(query: torch.Tensor, digests: Digests, limits: Limits) -> C
     found = [part.flatten(0, 1).numpy() for part in (choice.chosen, choice.ahead, choice.victims, choice.left_out)]
 
     def decide_some(rows: slice) -> None:
-        decide(*(part[rows] for part in by_head), *rotation, digests.scale, *sizes, *(part[rows] for part in found))
+        given, written = (part[rows] for part in by_head), (part[rows] for part in found)
+        decide(*given, *rotation, digests.scale, *sizes, limits.stay, *written)
 
     # Without the GIL, so that heads are decided side by side; each thread has at least one.
     num_threads = min(torch.get_num_threads(), batch * heads)
@@ -270,7 +275,7 @@ def select_with_torch(query: torch.Tensor, digests: Digests, limits: Limits) -> 
 
     at = torch.arange(pages, device=query.device)
     always = (at < limits.num_sinks) | (at >= pages - limits.num_recent)
-    importance = bounds.amax(dim=2).masked_fill(always, torch.inf)
+    importance = (bounds.amax(dim=2) + limits.stay * resident).masked_fill(always, torch.inf)
     chosen = _largest(importance, torch.ones_like(resident), limits.num_chosen)
     left_out = bounds.softmax(dim=-1).masked_fill(chosen.unsqueeze(2), 0.0).sum(-1).amax(-1)
 

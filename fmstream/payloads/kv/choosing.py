@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +27,8 @@ AHEAD_SHARE: Final = 1 / 8
 """Part of a layer's frames for pages that were not chosen but may be soon, where there are"""
 LEAST_FOR_AHEAD: Final = 32
 """frames at least for each row."""
+STAY: Final = 2.0
+"""Scores by which a page must promise more than one in memory to be fetched instead of it."""
 GATE: Final = 0.9
 """Share of the attention that may be left out by the bounds, which are far above what keys score."""
 
@@ -97,7 +99,8 @@ class Selection:
     context_window: int | None = None
     num_sinks: int = NUM_SINKS
     num_recent: int = NUM_RECENT
-    ahead_share: float = field(default=AHEAD_SHARE)
+    ahead_share: float = AHEAD_SHARE
+    stay: float = STAY
 
     def falls_back(self, decision: Decision) -> bool:
         """Whether so much would be left out that the layer attends to everything."""
@@ -110,7 +113,7 @@ class Selection:
             return None
         ahead = int(num_frames * self.ahead_share) if num_frames >= LEAST_FOR_AHEAD else 0
         ahead = min(ahead, num_frames - least)
-        return Limits(num_frames - ahead, num_frames, ahead, self.num_sinks, self.num_recent)
+        return Limits(num_frames - ahead, num_frames, ahead, self.num_sinks, self.num_recent, self.stay)
 
 
 class Desk:

@@ -245,7 +245,8 @@ class ChosenPool(Pool):
         while at < len(absent):
             home, count = int(frames.table.home[pages[absent[at]]]), 1
             while at + count < len(absent) and (
-                absent[at + count] == absent[at] + count and frames.table.home[pages[absent[at + count]]] == home + count
+                absent[at + count] == absent[at] + count
+                and frames.table.home[pages[absent[at + count]]] == home + count
             ):
                 count += 1
             self.tiers.read(home, found[absent[at] : absent[at] + count])
@@ -253,7 +254,10 @@ class ChosenPool(Pool):
         lanes.point(Lane.IN)
         lanes.wait(Lane.COMPUTE, Lane.IN, lanes.upcoming(Lane.IN) - 1)
         where = frames.table.frame[pages[there]]
-        source, target = self.desk.upload("from", where.astype(np.int64)), self.desk.upload("to", there.astype(np.int64))
+        source, target = (
+            self.desk.upload("from", where.astype(np.int64)),
+            self.desk.upload("to", there.astype(np.int64)),
+        )
         frames.claim_each(Lane.COMPUTE, where)
         with lanes.picking(frames.memory, where):
             found.index_copy_(0, target, frames.memory.index_select(0, source))
