@@ -147,6 +147,28 @@ def test_native_code_decides_as_pytorch_does(seed: int, limits: Limits, pages: i
     assert_equal(select(*case.arguments(limits)), select_with_torch(*case.arguments(limits)))
 
 
+@pytest.mark.parametrize("kind", ["all alike", "two values", "one far above", "tiny", "both signs"])
+@pytest.mark.parametrize("seed", range(3))
+def test_native_code_decides_wherever_the_bounds_lie(kind: str, seed: int) -> None:
+    case = Case(seed, batch=1, heads=2, group=4, pages=500, dims=16)
+    page = torch.arange(500).view(1, 1, 500, 1)
+    if kind == "all alike":
+        case.centre[:] = case.centre[:, :, :1]
+        case.radius[:] = case.radius[:, :, :1]
+    elif kind == "two values":
+        case.centre[:] = torch.where(page % 3 == 0, case.centre[:, :, :1], case.centre[:, :, 1:2])
+        case.radius[:] = 1.0
+    elif kind == "one far above":
+        case.radius[:, :, 77] = 1e30
+    elif kind == "tiny":
+        case.scale = 2.0**-120
+    else:
+        case.centre *= torch.where(page % 2 == 0, 1.0, -1.0)
+        case.radius[:] = 0.0
+    for limits in (Limits(60, 90, 12), Limits(200, 200, 5, 0, 0), Limits(495, 500, 3)):
+        assert_equal(select(*case.arguments(limits)), select_with_torch(*case.arguments(limits)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [32, 128])
 def test_digests_of_half_the_width(tmp_path: Path, dtype: torch.dtype, dims: int) -> None:

@@ -231,39 +231,30 @@ def _select_with_kernel(
 
 
 def _select_natively(query: torch.Tensor, digests: Digests, limits: Limits) -> Choice:
-    import numpy as np  # with numba below: not worth loading before there are pages to choose
-
-    from fmstream.core.page_choice import decide
+    from fmstream.core.page_choice import decide  # numba is not worth loading before there are pages to choose
 
     choice = _results(digests, limits)
     batch, heads, _, dims = digests.centre.shape
-    results = (choice.chosen, choice.ahead, choice.victims, choice.left_out)
-    by_head = [
-        part.flatten(0, 1).numpy()
-        for part in (query.float().reshape(batch, heads, -1, dims), digests.centre, digests.radius, digests.resident)
-    ]
-    found = [part.flatten(0, 1).numpy() for part in results]
+    queries = query.float().contiguous().view(batch, heads, -1, dims)
+    by_head = [part.flatten(0, 1).numpy() for part in (queries, digests.centre, digests.radius, digests.resident)]
+    rotation = [part.float().contiguous().numpy() for part in digests.rotation]
     sizes = (digests.num_pages, limits.num_ahead, limits.num_frames, limits.num_sinks, limits.num_recent)
-    stay = np.float32(limits.stay)
+    found = [part.flatten(0, 1).numpy() for part in (choice.chosen, choice.ahead, choice.victims, choice.left_out)]
 
     def decide_some(rows: slice) -> None:
-        decide(
-            *(part[rows] for part in by_head),
-            *(part.numpy() for part in digests.rotation),
-            np.float32(digests.scale),
-            *sizes,
-            stay,
-            *(part[rows] for part in found),
-        )
+        given, written = (part[rows] for part in by_head), (part[rows] for part in found)
+        decide(*given, *rotation, digests.scale, *sizes, limits.stay, *written)
 
     # Without the GIL, so that heads are decided side by side; each thread has at least one.
     num_threads = min(torch.get_num_threads(), batch * heads)
     bounds = [batch * heads * index // num_threads for index in range(num_threads + 1)]
-    parts = [slice(start, stop) for start, stop in pairwise(bounds)]
-    if len(parts) == 1:
-        decide_some(parts[0])
-    else:
-        list(_helpers().map(decide_some, parts))
+    own, *others = (slice(start, stop) for start, stop in pairwise(bounds))
+    pending = [_helpers().submit(decide_some, rows) for rows in others]
+    try:
+        decide_some(own)
+    finally:
+        for one in pending:
+            one.result()
     return choice
 
 

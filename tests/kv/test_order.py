@@ -158,4 +158,4 @@ def test_the_end_of_the_pool_waits_for_what_was_in_its_frames() -> None:
         return without_claims
 
     with replaced(Frames, "give_up", make):
-        assert reports()
+        assert reports(lambda: decode(11))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT, PageTable
 from fmstream.payloads.kv.blocks import BlockTable
-from fmstream.payloads.kv.residency import in_order_of_leaving, kept_columns, leaving
+from fmstream.payloads.kv.residency import AHEAD_BYTES, Kind, in_order_of_leaving, kept_columns, leaving
 
 
 def layer(sequences: int, columns: int, first: int = 0) -> BlockTable:
@@ -20,18 +20,29 @@ def layer(sequences: int, columns: int, first: int = 0) -> BlockTable:
     return block
 
 
-@given(st.integers(1, 400), st.integers(1, 12), st.integers(1, 4), st.integers(1, 40))
-def test_what_stays_leaves_room_for_what_passes(frames: int, layers: int, sequences: int, columns: int) -> None:
+@given(
+    st.integers(1, 400), st.integers(1, 12), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1 << 10, 4 << 20])
+)
+def test_what_stays_leaves_room_for_what_passes(
+    frames: int, layers: int, sequences: int, columns: int, page_bytes: int
+) -> None:
     in_layer = sequences * columns
-    kept = kept_columns(frames, layers, layer(sequences, columns))
+    kept = kept_columns(frames, layers, layer(sequences, columns), page_bytes)
     assert 0 <= kept <= columns
     if frames >= in_layer * layers:
         assert kept == columns
     elif kept:
         stays = kept * sequences * layers
         assert stays < frames
-        assert frames - stays >= (in_layer - kept * sequences) // 4  # a quarter of what passes, at the least
-    assert kept_columns(frames + 1, layers, layer(sequences, columns)) >= kept
+        passing = in_layer - kept * sequences
+        assert frames - stays >= min(passing // 4, passing * 3 // 20 + AHEAD_BYTES // page_bytes)
+    assert kept_columns(frames + 1, layers, layer(sequences, columns), page_bytes) >= kept
+
+
+def test_more_stays_of_long_layers_than_a_layer_and_a_quarter_for_what_passes_would_leave() -> None:
+    long = layer(1, 1000)
+    assert kept_columns(4000, 32, long, 1 << 10) == (4000 - 1250 - 1) // 30.75
+    assert kept_columns(4000, 32, long, 1 << 20) > 110
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -52,11 +63,11 @@ def test_what_passes_leaves_before_what_stays_and_that_before_what_comes() -> No
     table.ready(0, 11)  # the last page of the last layer is on its way
     table.pin(4, 1)
     pages: list[int] = []
-    for group, is_loading in leaving(table, layers, 1, lambda _: 2, 100):
-        assert is_loading == (11 in group)
+    for group, kind in leaving(table, layers, 1, lambda _: 2, 100):
+        assert (kind is Kind.LOADING) == (11 in group)
         for page in group.tolist():
             pages.append(page)
-            if not is_loading:
+            if kind is not Kind.LOADING:
                 table.evict(page, 1)
     assert pages[:3] == [2, 6, 10]
     assert sorted(pages[3:-1]) == [0, 1, 3, 5, 7, 8, 9]

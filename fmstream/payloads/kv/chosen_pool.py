@@ -66,6 +66,9 @@ class ChosenPool(Pool):
         columns = int(block.pages.shape[1])
         return min(columns, self.quota(block.num_sequences)) if block in self.choosing else 0
 
+    def _reserve(self, block: BlockTable) -> None:
+        """Nothing is set apart: what is chosen comes page by page, and lies anywhere."""
+
     def _make_room(self, wanted: int) -> int:
         """Let pages leave: first those of layers that only pass through."""
         total = 0
@@ -242,9 +245,7 @@ class ChosenPool(Pool):
             end = at + count
             while at < end:
                 homes = table.home[pages[at:end]]
-                count = steps(homes)
-                self.tiers.read(int(homes[0]), found[at : at + count])
-                at += count
+                at += frames.copy_home(int(homes[0]), found[at : at + steps(homes)])
         lanes.point(Lane.IN)
         lanes.wait(Lane.COMPUTE, Lane.IN, lanes.upcoming(Lane.IN) - 1)
         there = np.flatnonzero(table.state[pages] != ABSENT)

@@ -53,6 +53,8 @@ class Frames:
         memory: the frames, uint8 [n, page_bytes].
         num_frames: frames that may be used, from the first.
         make_room: asked to let so many pages leave their frames; how many did.
+        first_passing: the first frame that pages pass through; those before are for pages that stay, unless
+        has_spare: more of these are there than pages that will come to stay.
     """
 
     def __init__(self, lanes: Lanes, tiers: Tiers, memory: torch.Tensor, make_room: Callable[[int], int]) -> None:
@@ -66,6 +68,8 @@ class Frames:
         self.counts = PageCounts()
         self._free_ids = FreeRuns()
         self._places = Places(self.num_frames, lanes)
+        self.first_passing = self._next = 0
+        self.has_spare = True
         self._spilling: list[tuple[int, int, int]] = []
         """Runs that are being written home: (first page, count, point of the lane OUT)."""
         self._coming: list[_Coming] = []
@@ -136,6 +140,17 @@ class Frames:
         free = int(np.count_nonzero(self.table.owner[: self.num_frames] == -1))
         return free + sum(count for _, count, _ in self._spilling)
 
+    def num_free_for_passing(self) -> int:
+        """The same for pages that pass through."""
+        first = 0 if self.has_spare else self.first_passing
+        free = int(np.count_nonzero(self.table.owner[first : self.num_frames] == -1))
+        return free + sum(count for _, count, _ in self._spilling)
+
+    def use_spare(self) -> bool:
+        """Let pages pass through frames that were for others; whether that is new and any is free."""
+        is_new, self.has_spare = not self.has_spare, True
+        return is_new and self.num_free() > 0
+
     def num_taken(self) -> int:
         """Frames with a page."""
         return int(np.count_nonzero(self.table.owner[: self.num_frames] != -1))
@@ -143,17 +158,30 @@ class Frames:
     def take(self, wanted: int, *, staying: bool = False) -> tuple[int, int]:
         """Consecutive free frames, up to ``wanted``: (first, count).  Pages leave where there are none.
 
-        For pages that stay they are the first, for others the last, so that those do not lie between these.
+        For pages that stay they are the first; the others go round behind these, so that what comes in order lies in
+        order, and leaves in order.
         """
         while True:
             free = self.table.owner[: self.num_frames] == -1
-            first, count = _longest(free if staying else free[::-1], wanted)
+            first, count = _longest(free, wanted) if staying else self._next_free(free, wanted)
             if count:
-                return first if staying else self.num_frames - first - count, count
+                return first, count
             if self._spilling:
                 self._hand_over(self._spilling.pop(0))
             elif not self.make_room(wanted):
                 raise AssertionError(f"all {self.num_frames} frames are pinned")
+
+    def _next_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
+        """The first run behind what was taken last; one of the frames for pages that stay only if these are spare."""
+        found = self.first_passing + np.flatnonzero(free[self.first_passing :])
+        if not len(found) and self.has_spare:
+            found = np.flatnonzero(free)
+        if not len(found):
+            return 0, 0
+        at = int(np.searchsorted(found, self._next)) % len(found)
+        first, count = int(found[at]), _steps(found[at : at + wanted])
+        self._next = first + count
+        return first, count
 
     def fill(self, start: int, count: int, *, staying: bool) -> tuple[int, int]:
         """Frames for absent pages of consecutive numbers, up to ``count``, that the compute lane writes next."""
@@ -268,6 +296,16 @@ class Frames:
             self.lanes.point(Lane.IN)
             self.counts.recalled += count
         return count
+
+    def copy_home(self, home: int, target: torch.Tensor) -> int:
+        """Enqueue copies of pages from consecutive homes to memory that is no frame; of how many of them."""
+        if home < FILE:
+            self.tiers.read(home, target)
+            return len(target)
+        self._has_room_to_read(patient=True)
+        reading = self.tiers.reads.begin(home - FILE, len(target))
+        self.tiers.reads.land(reading, target[: reading.count])
+        return reading.count
 
     def _has_room_to_read(self, patient: bool) -> bool:
         reads = self.tiers.reads

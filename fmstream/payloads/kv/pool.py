@@ -19,6 +19,7 @@ from fmstream.errors import MemoryBudgetError
 from fmstream.payloads.kv import residency
 from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
 from fmstream.payloads.kv.frames import Frames
+from fmstream.payloads.kv.residency import Kind
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.tiers import Tiers
 
@@ -75,6 +76,7 @@ class Pool:
         """Times that other memory had to be taken, because somebody kept the keys or values of a layer."""
         self._together: tuple[BlockTable, int, int] | None = None
         """The layer that is put together at the end of the pool, its version, and for how many tokens."""
+        self._all_there = False
         self._end_pages = 0
         self._end: Part | None = None
         self._chunk = max(1, CHUNK_BYTES // shape.num_bytes)
@@ -112,30 +114,48 @@ class Pool:
         if self._end_pages and not any(layer.length for layer in self.layers):
             self._give_end_back()
         self.current = self.layers.index(block)
+        self._reserve(block)
         self.frames.retire()
 
     def kept(self, block: BlockTable) -> int:
         """Columns at the beginning of a layer that stay in frames."""
-        return residency.kept_columns(self.frames.num_frames, max(self._num_layers, len(self.layers)), block)
+        num_layers = max(self._num_layers, len(self.layers))
+        return residency.kept_columns(self.frames.num_frames, num_layers, block, self.shape.num_bytes)
+
+    def _reserve(self, block: BlockTable) -> None:
+        """Set frames apart for the pages that stay, of layers that are still empty as well; all are like this one.
+
+        Beside those that stay there is one for each row that is being filled, and one for the next.
+        """
+        frames, num_layers = self.frames, max(self._num_layers, len(self.layers))
+        filling = block.num_sequences * num_layers
+        frames.first_passing = min(self.kept(block) * filling + 2 * filling, frames.num_frames)
+        free = int(np.count_nonzero(frames.table.owner[: frames.first_passing] == -1))
+        self._all_there = sum(layer.length > 0 for layer in self.layers) >= num_layers
+        frames.has_spare = self._all_there and free > filling
 
     def _make_room(self, wanted: int) -> int:
-        """Let up to ``wanted`` pages leave their frames; how many did."""
-        frames, total = self.frames, 0
-        for pages, is_loading in residency.leaving(frames.table, self.layers, self.current, self.kept, wanted):
-            total += len(pages)
-            if is_loading:
+        """Let up to ``wanted`` pages leave their frames, all of one kind; for how many there is room now."""
+        frames, total, before = self.frames, 0, Kind.PASSING
+        for pages, kind in residency.leaving(frames.table, self.layers, self.current, self.kept, wanted):
+            if kind is not before and (total or frames.use_spare()):
+                break
+            total, before = total + len(pages), kind
+            if kind is Kind.LOADING:
                 frames.vacate(pages)
             else:
                 frames.evict(pages)
-        return total
+        if not total:
+            frames.use_spare()
+        return total or frames.num_free()
 
     def prefetch(self, block: BlockTable) -> None:
         """Recall what is missing of the layer that comes next, as far as nothing that stays has to leave for it."""
         frames, table = self.frames, self.frames.table
         missing = residency.each_once(block.pages, table.state == ABSENT)
-        if not len(missing):
+        if not len(missing) or not self._all_there:  # layers that are still to come need the room
             return
-        room, kept = frames.num_free(), self.kept(block)
+        room, kept = frames.num_free_for_passing(), self.kept(block)
         for index in residency.in_order_of_leaving(len(self.layers), self.current):
             if self.layers[index] is not block and room < len(missing):
                 room += len(residency.passing(table, self.layers[index], kept))
@@ -246,6 +266,7 @@ class Pool:
         missing = self.shape.pages(end) - block.pages.shape[1]
         if missing:
             block.extend(self.frames.new(sequences * missing).reshape(sequences, missing))
+        self._reserve(block)
         block.length = end
         shared = self._share_equal(block, begin, keys, values)
         kept, last = self.kept(block), block.pages.shape[1] - 1

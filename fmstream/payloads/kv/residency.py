@@ -7,6 +7,7 @@ stays; the rest of a layer makes room as soon as it was read.  So the link has t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
 from typing import Final
 
 import numpy as np
@@ -16,15 +17,21 @@ from fmstream.core.pages import LOADING, RESIDENT, PageTable
 from fmstream.payloads.kv.blocks import BlockTable, Ids
 
 ON_THE_WAY: Final = 1.25
-"""Layers' worth of frames for what comes and goes: the next layer's pages, while this one's are being left."""
+"""Layers' worth of frames for what comes and goes, at most: the next layer's pages, while this one's are being left."""
+AHEAD_SHARE: Final = 0.15
+AHEAD_BYTES: Final = 48 << 20
+"""What the link brings while a layer computes: this part of a layer, for attention takes longer the longer it is, and
+so many bytes, for the rest of a layer takes as long whatever the context.  More frames than that for what comes would
+lie idle: a layer is put together a chunk at a time, and the chunk's frames are free then for what has yet to come."""
 
 
-def kept_columns(num_frames: int, num_layers: int, table: BlockTable) -> int:
+def kept_columns(num_frames: int, num_layers: int, table: BlockTable, page_bytes: int) -> int:
     """Columns at the beginning of every layer that stay in frames."""
     sequences, columns, in_layer = table.num_sequences, int(table.pages.shape[1]), table.num_pages
     if num_frames >= in_layer * num_layers:
         return columns
-    moving = ON_THE_WAY if num_layers > 2 else ON_THE_WAY - 1
+    most = ON_THE_WAY if num_layers > 2 else ON_THE_WAY - 1
+    moving = min(most, AHEAD_SHARE + AHEAD_BYTES / (in_layer * page_bytes))
     kept = (num_frames - moving * in_layer - sequences) / max(num_layers - moving, 0.75)
     return max(0, int(kept * columns) // in_layer)
 
@@ -36,31 +43,36 @@ def in_order_of_leaving(count: int, current: int) -> list[int]:
     return [*behind[:1], current, *behind[1:]]
 
 
+class Kind(Enum):
+    """Pages that may leave their frames: those that pass through, those that stay, those that are on their way."""
+
+    PASSING = auto()
+    STAYING = auto()
+    LOADING = auto()
+
+
 def leaving(
     table: PageTable, layers: Sequence[BlockTable], current: int, kept: Callable[[BlockTable], int], wanted: int
-) -> Iterator[tuple[Ids, bool]]:
-    """Pages that may leave their frames, the best first, until ``wanted`` are found: (pages, whether they are loading).
+) -> Iterator[tuple[Ids, Kind]]:
+    """Pages that may leave their frames, the best first, until ``wanted`` are found; one kind after the other.
 
-    First what does not stay, a layer at a time, so that frames do not fall to pieces; then what would; then what is on
-    its way.
+    What passes through leaves a layer at a time, so that frames do not fall to pieces.
     """
     order = in_order_of_leaving(len(layers), current)
-    for staying in (False, True):
+    for kind in Kind:
         for index in order:
             layer = layers[index]
-            found = unpinned(table, layer.pages)[:wanted] if staying else passing(table, layer, kept(layer))
+            if kind is Kind.PASSING:
+                found = passing(table, layer, kept(layer))
+            elif kind is Kind.STAYING:
+                found = unpinned(table, layer.pages)[:wanted]
+            else:
+                found = each_once(layer.pages, table.state == LOADING)[::-1][:wanted]
             if len(found):
-                yield found, False
+                yield found, kind
                 wanted -= len(found)
                 if wanted <= 0:
                     return
-    for index in order:
-        found = each_once(layers[index].pages, table.state == LOADING)
-        if len(found):
-            yield found[::-1][:wanted], True
-            wanted -= len(found)
-            if wanted <= 0:
-                return
 
 
 def passing(table: PageTable, layer: BlockTable, kept: int) -> Ids:
