@@ -92,7 +92,7 @@ def measure(model: torch.nn.Module, ids: torch.Tensor) -> HitRates:
 
     cache = PagedCache(model.config, kv_budget=BUDGET, page_tokens=PAGE_TOKENS)
     name, first = cache_name(model), ids.shape[1] - STEPS
-    parts = [*ids[:, :first].split(CHUNK, 1), *ids[:, first:].split(1, 1)]
+    parts = [*torch.split(ids[:, :first], CHUNK, 1), *torch.split(ids[:, first:], 1, 1)]
     try:
         with cache.selecting(model), measuring(cache) as meter:
             for part in parts:

@@ -24,7 +24,7 @@ MARK: Final = "_fmstream_layer"
 """Attribute of keys on their way from a layer of the cache to the attention function."""
 
 
-class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
+class ChosenLayer(PagedLayer):
     """A layer in a `ChosenPool`: a row of its block table is one KV head of one sequence.
 
     A pass of several tokens attends to everything, as does every pass of a layer that does not choose.  In a step of

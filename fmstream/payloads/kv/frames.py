@@ -179,7 +179,7 @@ class Frames:
         if not len(found):
             return 0, 0
         at = int(np.searchsorted(found, self._next)) % len(found)
-        first, count = int(found[at]), _steps(found[at : at + wanted])
+        first, count = int(found[at]), steps(found[at : at + wanted])
         self._next = first + count
         return first, count
 
