@@ -179,9 +179,9 @@ class Frames:
         table, end = self.table, start + count
         while start < end:
             frame, home = int(table.frame[start]), int(table.home[start])
-            count = _steps(table.frame[start:end])
+            count = steps(table.frame[start:end])
             count = (
-                _steps(table.home[start : start + count])
+                steps(table.home[start : start + count])
                 if home >= 0
                 else _first(table.home[start : start + count] >= 0)
             )
@@ -255,7 +255,7 @@ class Frames:
         assert home >= 0, f"page {start} lies nowhere"
         if home >= FILE and not self._has_room_to_read(patient):
             return 0
-        frame, count = self.take(_steps(self.table.home[start : start + count]))
+        frame, count = self.take(steps(self.table.home[start : start + count]))
         if home >= FILE:
             reading = self.tiers.reads.begin(home - FILE, count)
             count = reading.count
@@ -390,7 +390,7 @@ class Frames:
         assert not self.table.pins.any(), "a page is still pinned"
 
 
-def _steps(numbers: NDArray[Any]) -> int:
+def steps(numbers: NDArray[Any]) -> int:
     """How many numbers from the first on are consecutive."""
     return _first(numbers != numbers[0] + np.arange(len(numbers)))
 
