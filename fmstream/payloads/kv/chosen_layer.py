@@ -238,6 +238,7 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         )
         choose = selection.choose or pool.desk.decide
         decision = choose(query[:, :, 0], known, limits, resident[:, :complete])
+        decision = decision._replace(chosen=decision.chosen[:, :complete])  # there are no more
         if selection.watch is not None:
             falls_back = selection.falls_back(decision)
             selection.watch(Seen(self, query, mask, scale, decision, falls_back, resident[:, :complete]))
