@@ -64,42 +64,46 @@ class Answer:
 
 
 def main() -> int:
-    """Ask twice, compare, print, draw; the exit status is 1 unless both answers are the key."""
+    """The exit status: 1 unless both answers are the key, 2 if something given cannot be used."""
     args = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     transformers.utils.logging.disable_progress_bar()
     try:
-        speaker = find_model(args.model, console)
-        text = read_prompt(args.text)
-    except fmstream.ConfigError as error:
+        return answer(args, console)
+    except fmstream.FmstreamError as error:  # what was given cannot be used
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def answer(args: argparse.Namespace, console: Console) -> int:
+    """Ask twice, compare, print, draw."""
+    speaker, text = find_model(args.model, console), read_prompt(args.text)
     model = speaker.model.to(args.device)
     key = str(random.Random(args.seed).randrange(10_000, 100_000))
     prompt = make_prompt(speaker.tokenizer, text, key, args.tokens, args.depth).to(args.device)
 
-    exact = ask(speaker, prompt, args.new, transformers.DynamicCache(config=model.config), "all in memory")
-    cache = fmstream.PagedCache(
-        model.config,
-        kv_budget=args.kv_budget,
-        page_tokens=args.page_tokens,
-        kv_host_memory=args.kv_host_memory,
-        spill_dir=args.spill_dir,
-    )
-    with fmstream.stream(model, device=args.device, memory=args.memory) as streamed, cache.selecting(model):
-        paged = ask(speaker, prompt, args.new, cache, f"{args.kv_budget:.1%} of them")
+    exact, _ = ask(speaker, prompt, args.new, "all in memory")
+    options = {
+        "kv_budget": args.kv_budget,
+        "page_tokens": args.page_tokens,
+        "kv_host_memory": args.kv_host_memory,
+        "spill_dir": args.spill_dir,
+    }
+    with fmstream.stream(model, device=args.device, memory=args.memory, **options) as streamed:
+        paged, cache = ask(speaker, prompt, args.new, f"{args.kv_budget:.1%} of them")
         report = streamed.report
     args.out.mkdir(parents=True, exist_ok=True)
     report.save(args.out / "report.json")
-    save_tiers_png(cache.samples, make_story(cache, model, prompt, args.new), args.out / "tiers.png")
+    assert report.pages is not None, "kv_budget lets generate page"
+    save_tiers_png(report.pages.samples, make_story(cache, model, prompt, args.new), args.out / "tiers.png")
     console.print(report.render(width=console.width), markup=False)
     console.print(make_table(exact, paged, key))
     console.print(describe(cache, exact), markup=False)
     console.print(f"report.json and tiers.png are in {args.out}")
     cache.close()
-    wrong = [answer for answer in (exact, paged) if not is_right(answer, key)]
-    for answer in wrong:
-        print(f"error: the answer with {answer.label} is {answer.text!r}, not {key}", file=sys.stderr)
+    wrong = [one for one in (exact, paged) if not is_right(one, key)]
+    for one in wrong:
+        print(f"error: the answer with {one.label} is {one.text!r}, not {key}", file=sys.stderr)
     return int(bool(wrong))
 
 
@@ -161,8 +165,8 @@ def make_prompt(tokenizer: Any, text: str, key: str, num_tokens: int, depth: flo
     return torch.tensor([words[:at] + told["input_ids"] + words[at:] + asked["input_ids"]])
 
 
-def ask(speaker: Speaker, prompt: torch.Tensor, num_new: int, cache: Any, label: str) -> Answer:
-    """Read the prompt in passes of some tokens, then answer greedily."""
+def ask(speaker: Speaker, prompt: torch.Tensor, num_new: int, label: str) -> tuple[Answer, Any]:
+    """Read the prompt in passes of some tokens, then answer greedily; the answer, and the cache that was used."""
     began: list[float] = []
 
     def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -172,16 +176,17 @@ def ask(speaker: Speaker, prompt: torch.Tensor, num_new: int, cache: Any, label:
     made = speaker.model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        cache=cache,
         max_new_tokens=num_new,
         min_new_tokens=num_new,
         do_sample=False,
         prefill_chunk_size=PASSES,
         logits_processor=[note],
+        return_dict_in_generate=True,
     )
-    tokens = made[0, prompt.shape[1] :].tolist()
+    cache = made["cache"] if "cache" in made else made["past_key_values"]  # its name in new and older versions
+    tokens = made.sequences[0, prompt.shape[1] :].tolist()
     seconds = time.perf_counter() - began[0]
-    return Answer(label, speaker.tokenizer.decode(tokens), tokens, seconds, device_bytes(cache))
+    return Answer(label, speaker.tokenizer.decode(tokens), tokens, seconds, device_bytes(cache)), cache
 
 
 def device_bytes(cache: Any) -> int:

@@ -246,7 +246,7 @@ class PagedCache(DynamicCache):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
             "a PagedCache cannot be pickled, for its pages lie on the device: copy.deepcopy it within the process, or "
-            "save the keys and values of its layers: torch.save([(layer.keys, layer.values) for layer in cache.layers])"
+            "save what its layers hold, torch.save([(layer.keys, layer.values) for layer in cache.layers], file)"
         )
 
     @property

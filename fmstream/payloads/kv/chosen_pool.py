@@ -239,6 +239,7 @@ class ChosenPool(Pool):
         """All keys of a layer, [rows, tokens, dim], in memory of their own; no page moves for it."""
         frames, lanes, shape = self.frames, self.lanes, self.shape
         pages, table = block.pages.ravel(), self.frames.table
+        frames.land(pages)
         found = torch.empty((pages.size, shape.num_bytes), dtype=torch.uint8, device=lanes.torch_device)
         lanes.wait(Lane.IN, Lane.COMPUTE, lanes.upcoming(Lane.COMPUTE))
         for _, at, count in runs(np.flatnonzero(table.state[pages] == ABSENT)):

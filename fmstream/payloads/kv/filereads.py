@@ -75,7 +75,7 @@ class FileReads:
         """Wait for what is oldest in the ring; False if that is a reading which has yet to be landed."""
         oldest = self._under_way[0]
         if oldest.is_dropped:
-            self._end(oldest)
+            self._end(oldest.ticket)
         elif oldest.point:
             self._lanes.join(Lane.IN, oldest.point)
         else:
@@ -90,16 +90,41 @@ class FileReads:
         """
         count = min(wanted, self.room())
         assert count > 0
-        size = self._page_bytes
-        address = self._rows(self._next, count).data_ptr()
-        keep = (self._file, self._block)
-        ticket = self.workers.read(
-            self._file.read_fd, page * size, address, count * size, keep=keep, name="read pages of keys and values"
-        )
+        ticket = self._ask(page, self._rows(self._next, count).data_ptr(), count, self._block)
         reading = Reading(self._next, count, ticket)
         self._next += count
         self._under_way.append(reading)
         return reading
+
+    def fetch(self, page: int, address: int, count: int) -> None:
+        """Read consecutive pages to host memory, which the caller keeps alive, and wait for them.
+
+        Raises:
+            StreamError: they could not be read; the cause is chained.
+        """
+        ticket = self._ask(page, address, count, None)
+        try:
+            self._wait(ticket)
+        except BaseException:
+            self.workers.cancel(ticket)
+            self._end(ticket)
+            raise
+        self.num_bytes += count * self._page_bytes
+
+    def _ask(self, page: int, address: int, count: int, keep: object) -> Ticket:
+        size, name = self._page_bytes, "read pages of keys and values"
+        return self.workers.read(
+            self._file.read_fd, page * size, address, count * size, keep=(self._file, keep), name=name
+        )
+
+    def _wait(self, ticket: Ticket) -> None:
+        try:
+            self.workers.wait(ticket)
+        except OSError as error:
+            raise StreamError(
+                f"the file tier of keys and values in {self._file.directory} cannot be read ({error}): what lies there "
+                "is lost; look at that disk, then begin with a new cache, or do without the tier (spill_dir)"
+            ) from error
 
     def is_read(self, reading: Reading) -> bool:
         """Whether it can be landed without a wait."""
@@ -112,13 +137,10 @@ class FileReads:
             StreamError: they could not be read; the cause is chained.
         """
         try:
-            self.workers.wait(reading.ticket)
-        except OSError as error:
+            self._wait(reading.ticket)
+        except StreamError:
             reading.is_dropped = True
-            raise StreamError(
-                f"the file tier of keys and values in {self._file.directory} cannot be read ({error}): what lies there "
-                "is lost; look at that disk, then begin with a new cache, or do without the tier (spill_dir)"
-            ) from error
+            raise
         with self._lanes.on(Lane.IN):
             target.copy_(self._rows(reading.begin, reading.count), non_blocking=True)
         reading.point = self._lanes.upcoming(Lane.IN)
@@ -129,11 +151,11 @@ class FileReads:
         reading.is_dropped = True
         self.workers.cancel(reading.ticket)
 
-    def _end(self, reading: Reading) -> None:
-        """Wait until nothing writes for a reading any more, however it ended."""
-        while not self.workers.is_done(reading.ticket):
+    def _end(self, ticket: Ticket) -> None:
+        """Wait until nothing is written for a ticket any more, however it ended."""
+        while not self.workers.is_done(ticket):
             with contextlib.suppress(CancelledRun, OSError):
-                self.workers.wait(reading.ticket)
+                self.workers.wait(ticket)
 
     def _rows(self, begin: int, count: int) -> torch.Tensor:
         start = begin % self.num_places * self._page_bytes

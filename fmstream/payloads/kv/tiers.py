@@ -21,7 +21,7 @@ SMALLEST_BLOCK_BYTES: Final = 1 << 20
 LARGEST_BLOCK_BYTES: Final = 256 << 20
 """Host memory is taken in blocks between these sizes, each as large as all before."""
 TRANSIT_BYTES: Final = 8 << 20
-"""Host memory through which pages go to the file, at most,"""
+"""Host memory through which pages go to the file, and are fetched from it at once, at most,"""
 TRANSIT_PAGES: Final = 8
 """and in pages."""
 FLOOR_SHARE: Final = 0.05
@@ -186,7 +186,18 @@ class Tiers:
             self._written += count * self.page_bytes
 
     def read(self, home: int, target: torch.Tensor) -> None:
-        """Enqueue pages from consecutive homes in host memory to uint8 [n, page_bytes] on the device (lane IN)."""
+        """Enqueue pages from consecutive homes to uint8 [n, page_bytes] on the device (lane IN).
+
+        The host waits for those in the file; `reads` lets it go on.
+        """
+        if home >= FILE:
+            for at, count, place, rows, address in self._in_transit(target.shape[0]):
+                self._transit_places.join(place, count)
+                self.reads.fetch(home - FILE + at, address, count)
+                self._transit_places.claim(Lane.IN, place, count)
+                with self._lanes.on(Lane.IN):
+                    target[at : at + count].copy_(rows, non_blocking=True)
+            return
         place, source = self._host(home, target.shape[0])
         self._places.claim(Lane.IN, place, target.shape[0])
         with self._lanes.on(Lane.IN):
