@@ -143,13 +143,17 @@ class Frames:
         """
         while True:
             free = self.table.owner[: self.num_frames] == -1
-            first, count = _longest(free, wanted) if staying else self._next_free(free, wanted)
+            first, count = self._first_free(free, wanted) if staying else self._next_free(free, wanted)
             if count:
                 return first, count
             if self._spilling:
                 self._hand_over(self._spilling.pop(0))
             elif not self.make_room(wanted):
                 raise AssertionError(f"all {self.num_frames} frames are pinned")
+
+    def _first_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
+        first, count = _longest(free[: self.first_passing], wanted)
+        return (first, count) if count else _longest(free, wanted)
 
     def _next_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
         """The first run behind what was taken last; one of the frames for pages that stay only if these are spare."""
@@ -247,19 +251,19 @@ class Frames:
 
     # Recall
 
-    def recall(self, pages: Ids) -> None:
+    def recall(self, pages: Ids, *, staying: bool = False) -> None:
         """Enqueue the copies of pages that are in no frame; room is made for them."""
         self._end_spills(pages)
         for _, start, count in runs(pages[self.table.state[pages] == ABSENT]):
             while count:
-                done = self._recall_run(start, count)
+                done = self._recall_run(start, count, staying)
                 start, count = start + done, count - done
 
-    def _recall_run(self, start: int, count: int) -> int:
+    def _recall_run(self, start: int, count: int, staying: bool) -> int:
         """Enqueue the copy of the first of some absent pages of consecutive numbers; how many."""
         home = int(self.table.home[start])
         assert home >= 0, f"page {start} lies nowhere"
-        frame, count = self.take(_steps(self.table.home[start : start + count]))
+        frame, count = self.take(_steps(self.table.home[start : start + count]), staying=staying)
         self.claim(Lane.IN, frame, count)
         self.tiers.read(home, self.memory[frame : frame + count])
         self.table.load(start, count, frame)
@@ -268,10 +272,10 @@ class Frames:
         return count
 
     @contextlib.contextmanager
-    def holding(self, pages: Ids) -> Iterator[None]:
+    def holding(self, pages: Ids, *, staying: bool = False) -> Iterator[None]:
         """Keep pages in frames for the body: what is in none is recalled, what is on its way is waited for in order.
 
-        Each page is named once.
+        Each page is named once; those that are recalled pass, or are ``staying``.
         """
         table: PageTable = self.table
         pinned: list[Ids] = []
@@ -283,7 +287,7 @@ class Frames:
             table.pin_each(pinned[0])
             for _, start, count in runs(pages[state == ABSENT]):
                 while count:
-                    done = self._recall_run(start, count)
+                    done = self._recall_run(start, count, staying)
                     table.ready(start, done)
                     table.pin(start, done)
                     pinned.append(np.arange(start, start + done, dtype=np.int32))
