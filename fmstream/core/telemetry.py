@@ -6,6 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from fmstream.core.choices import History, SelectionCounts
 from fmstream.core.plan import Prediction
 
 MAX_SPANS = 200_000
@@ -102,5 +103,7 @@ class Telemetry:
     faults: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """(parameter, reader) -> [count, bytes]."""
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    kv: list[tuple[SelectionCounts, History]] = field(default_factory=list)
+    """Of each paged cache that was made for ``generate``."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user: fall-backs taken, parameters left in place, why."""

@@ -84,7 +84,7 @@ class Session:
         self.storages: set[int] = set()
         self._routes: Routes | None = None
         self._seams = Seams()
-        self._generating = GenerateSeam(KvOptions.of(config), self.device, self.telemetry.notes.append)
+        self._generating = GenerateSeam(KvOptions.of(config), self.device, self.telemetry)
         self._executor: Executor | None = None
         self._prefetch: PrefetchActor | None = None
         self._scheduler: Scheduler | None = None

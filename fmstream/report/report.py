@@ -23,8 +23,9 @@ from fmstream.report.measure import (
     measure_roots,
     measure_totals,
 )
+from fmstream.report.pages import Pages, measure_pages
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the saved form; it grows when a field is added, removed or changes its meaning."""
 
 DISTRIBUTION = "fmstream-runtime"
@@ -41,6 +42,7 @@ class Report:
         roots: one row for each root module, in order of their first pass.
         totals: sums over the run.
         faults: reads outside the plan, most bytes first.
+        pages: what became of keys and values in pages, None where there were none.
         notes: fall-backs taken, parameters left in place, and why.
         advice: sentences derived from the numbers.
         schema: version of the saved form.
@@ -61,6 +63,7 @@ class Report:
     faults: tuple[Fault, ...]
     notes: tuple[str, ...]
     advice: tuple[str, ...] = ()
+    pages: Pages | None = None
     schema: int = SCHEMA
 
     @classmethod
@@ -82,6 +85,7 @@ class Report:
             totals=measure_totals(telemetry, link),
             faults=measure_faults(telemetry),
             notes=tuple(telemetry.notes),
+            pages=measure_pages(telemetry),
         )
         return replace(report, advice=advise(report))
 
@@ -100,6 +104,8 @@ class Report:
             raise ConfigError(f"not an fmstream report: 'schema' is {schema!r}, expected a number from 1 to {SCHEMA}")
         if schema > SCHEMA:
             raise ConfigError(f"the report has schema {schema}, this fmstream reads up to {SCHEMA}: upgrade fmstream")
+        if schema == 1:
+            data = {"pages": None, **data, "schema": SCHEMA}  # it was the only field to come
         try:
             report: Report = decode(cls, data, "report")
         except ValueError as error:

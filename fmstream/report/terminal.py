@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fmstream.report.measure import RootRow
+from fmstream.report.pages import Pages
 from fmstream.report.report import Report
 from fmstream.report.units import format_bytes, format_rate, format_seconds, format_share
 
@@ -87,6 +88,19 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         idle = 1.0 - totals.link_busy_share
         link += f", busy {format_share(totals.link_busy_share)}, idle {format_share(idle)}"
     yield "link", link
+    if report.pages is not None:
+        yield "pages", _pages(report.pages)
+
+
+def _pages(pages: Pages) -> str:
+    caches = "1 cache" if pages.num_caches == 1 else f"{pages.num_caches} caches"
+    if not pages.decisions:
+        return f"keys and values of {caches}, all attended to"
+    text = (
+        f"keys and values of {caches}: {pages.chosen} attended to, {pages.recalled} recalled for it, {pages.ahead} "
+        f"fetched ahead and {pages.ahead_used} of these used"
+    )
+    return f"{text}, everything in {format_share(pages.fallbacks / pages.decisions)} of the steps"
 
 
 def _speed_table(rows: tuple[RootRow, ...]) -> RenderableType:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fmstream.config import check_kv_options, check_selection, host_bytes
+from fmstream.core.choices import History, Sample, SelectionCounts
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
 from fmstream.errors import ConfigError
@@ -24,7 +25,6 @@ from fmstream.payloads.kv.choosing import HORIZON, NUM_EXEMPT, Chooser, Selectio
 from fmstream.payloads.kv.chosen_layer import ChosenLayer
 from fmstream.payloads.kv.chosen_pool import ChosenPool
 from fmstream.payloads.kv.compat import Cache, DynamicCache, DynamicLayer
-from fmstream.payloads.kv.counts import History, Sample, SelectionCounts
 from fmstream.payloads.kv.frames import PageCounts
 from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
@@ -143,7 +143,8 @@ class PagedCache(DynamicCache):
             if kv_budget is None
             else BudgetSizing(kv_budget, kv_cache_max_pages, threshold, num_paged, num_choosing)
         )
-        self._history = History()
+        self.history = History()
+        """Where pages lay over time; it can be read when the cache is gone."""
         text = config.get_text_config(decoder=True)
         self.selection: Selection | None = None
         """How pages are chosen; None where every token attends to every other."""
@@ -202,8 +203,8 @@ class PagedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
         """See transformers' ``Cache``; a sample of where pages lie is taken as a pass begins."""
-        if layer_idx == 0 and self._history.is_due():
-            self._history.add(*self._where())
+        if layer_idx == 0 and self.history.is_due():
+            self.history.add(*self._where())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _where(self) -> tuple[int, int, int]:
@@ -218,13 +219,13 @@ class PagedCache(DynamicCache):
     @property
     def samples(self) -> list[Sample]:
         """Where pages lay as passes began."""
-        return list(self._history.samples)
+        return list(self.history.samples)
 
     def fork(self) -> PagedCache:
         """A cache of the same content in the same pools; pages are shared until either writes to them."""
         other: PagedCache = copy.copy(self)
         other._siblings, other.layers = {}, []
-        other._history = copy.deepcopy(self._history)
+        other.history = copy.deepcopy(self.history)
         pool_for = weak(other._pool_for)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):

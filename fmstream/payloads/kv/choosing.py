@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fmstream.core.choices import SelectionCounts
 from fmstream.core.order import Lane, Places
 from fmstream.device.lanes import HostBlock, Lanes
-from fmstream.payloads.kv.counts import SelectionCounts
 from fmstream.payloads.page_select import Choice, Digests, Limits, select
 
 NUM_EXEMPT: Final = 2
@@ -105,6 +105,10 @@ class Selection:
     def falls_back(self, decision: Decision) -> bool:
         """Whether so much would be left out that the layer attends to everything."""
         return float(decision.left_out.max()) >= self.gate
+
+    def has_choice(self, limits: Limits | None, complete: int) -> bool:
+        """Whether there is anything to decide: where all pages may be chosen, everything is attended to."""
+        return limits is not None and complete > limits.num_chosen
 
     def limits(self, num_frames: int) -> Limits | None:
         """How many pages a row may name with so many frames; None where those that are always chosen do not fit."""

@@ -24,7 +24,7 @@ MARK: Final = "_fmstream_layer"
 """Attribute of keys on their way from a layer of the cache to the attention function."""
 
 
-class ChosenLayer(PagedLayer):
+class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """A layer in a `ChosenPool`: a row of its block table is one KV head of one sequence.
 
     A pass of several tokens attends to everything, as does every pass of a layer that does not choose.  In a step of
@@ -121,7 +121,7 @@ class ChosenLayer(PagedLayer):
         if not self.chooses or keys.shape[-2] != 1 or not self.block.length:
             return False
         limits = self.selection.limits(self._pool.quota(self.block.num_sequences))
-        return limits is not None and self.block.length // self._pool.shape.tokens > limits.num_chosen
+        return self.selection.has_choice(limits, self.block.length // self._pool.shape.tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `PagedLayer`."""
@@ -200,7 +200,7 @@ class ChosenLayer(PagedLayer):
         pool.enter(self.block)
         limits = self.selection.limits(pool.quota(self.block.num_sequences))
         complete = (self.block.length - 1) // pool.shape.tokens
-        if limits is None or complete <= limits.num_chosen:
+        if limits is None or not self.selection.has_choice(limits, complete):
             return (*self._together(), mask)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         decision = self._decide(query, mask, scale, limits, complete)
@@ -238,6 +238,7 @@ class ChosenLayer(PagedLayer):
         )
         choose = selection.choose or pool.desk.decide
         decision = choose(query[:, :, 0], known, limits, resident[:, :complete])
+        decision = decision._replace(chosen=decision.chosen[:, :complete])  # there are no more
         if selection.watch is not None:
             falls_back = selection.falls_back(decision)
             selection.watch(Seen(self, query, mask, scale, decision, falls_back, resident[:, :complete]))

@@ -15,6 +15,7 @@ from fmstream.device.lanes import Lanes
 from fmstream.payloads.kv import residency
 from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
 from fmstream.payloads.kv.choosing import NUM_EXEMPT, Desk
+from fmstream.payloads.kv.frames import steps
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.tiers import Tiers
@@ -190,7 +191,8 @@ class ChosenPool(Pool):
 
     def _that_may_leave(self, pages: Ids, staying: Ids) -> Ids:
         table, pages = self.frames.table, np.setdiff1d(pages, staying)
-        return pages[(table.state[pages] == RESIDENT) & (table.pins[pages] == 0)]
+        free: Ids = pages[(table.state[pages] == RESIDENT) & (table.pins[pages] == 0)]
+        return free
 
     def gather(self, block: BlockTable, columns: NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of some columns of each row and of the last one, in that order.
@@ -222,7 +224,7 @@ class ChosenPool(Pool):
 
     def ahead(self, pages: Ids) -> Ids:
         """Recall pages for later steps, as far as frames are free; those that are on their way."""
-        missing = np.unique(pages)
+        missing: Ids = np.unique(pages)
         missing = missing[self.frames.table.state[missing] == ABSENT]
         missing = missing[: max(0, self.frames.num_free() - self.transit_frames())]
         self.frames.recall(missing, staying=True)
@@ -243,28 +245,22 @@ class ChosenPool(Pool):
     def look(self, block: BlockTable) -> torch.Tensor:
         """All keys of a layer, [rows, tokens, dim], in memory of their own; no page moves for it."""
         frames, lanes, shape = self.frames, self.lanes, self.shape
-        pages = block.pages.ravel()
-        absent = np.flatnonzero(frames.table.state[pages] == ABSENT)
-        there = np.flatnonzero(frames.table.state[pages] != ABSENT)
+        pages, table = block.pages.ravel(), self.frames.table
         found = torch.empty((pages.size, shape.num_bytes), dtype=torch.uint8, device=lanes.torch_device)
         lanes.wait(Lane.IN, Lane.COMPUTE, lanes.upcoming(Lane.COMPUTE))
-        at = 0
-        while at < len(absent):
-            home, count = int(frames.table.home[pages[absent[at]]]), 1
-            while at + count < len(absent) and (
-                absent[at + count] == absent[at] + count
-                and frames.table.home[pages[absent[at + count]]] == home + count
-            ):
-                count += 1
-            self.tiers.read(home, found[absent[at] : absent[at] + count])
-            at += count
+        for _, at, count in runs(np.flatnonzero(table.state[pages] == ABSENT)):
+            end = at + count
+            while at < end:
+                homes = table.home[pages[at:end]]
+                count = steps(homes)
+                self.tiers.read(int(homes[0]), found[at : at + count])
+                at += count
         lanes.point(Lane.IN)
         lanes.wait(Lane.COMPUTE, Lane.IN, lanes.upcoming(Lane.IN) - 1)
-        where = frames.table.frame[pages[there]]
-        source, target = (
-            self.desk.upload("from", where.astype(np.int64)),
-            self.desk.upload("to", there.astype(np.int64)),
-        )
+        there = np.flatnonzero(table.state[pages] != ABSENT)
+        where = table.frame[pages[there]]
+        source = self.desk.upload("from", where.astype(np.int64))
+        target = self.desk.upload("to", there.astype(np.int64))
         frames.claim_each(Lane.COMPUTE, where)
         with lanes.picking(frames.memory, where):
             found.index_copy_(0, target, frames.memory.index_select(0, source))

@@ -163,7 +163,7 @@ class Frames:
         if not len(found):
             return 0, 0
         at = int(np.searchsorted(found, self._next)) % len(found)
-        first, count = int(found[at]), _steps(found[at : at + wanted])
+        first, count = int(found[at]), steps(found[at : at + wanted])
         self._next = first + count
         return first, count
 
@@ -191,9 +191,9 @@ class Frames:
         table, end = self.table, start + count
         while start < end:
             frame, home = int(table.frame[start]), int(table.home[start])
-            count = _steps(table.frame[start:end])
+            count = steps(table.frame[start:end])
             count = (
-                _steps(table.home[start : start + count])
+                steps(table.home[start : start + count])
                 if home >= 0
                 else _first(table.home[start : start + count] >= 0)
             )
@@ -263,7 +263,7 @@ class Frames:
         """Enqueue the copy of the first of some absent pages of consecutive numbers; how many."""
         home = int(self.table.home[start])
         assert home >= 0, f"page {start} lies nowhere"
-        frame, count = self.take(_steps(self.table.home[start : start + count]), staying=staying)
+        frame, count = self.take(steps(self.table.home[start : start + count]), staying=staying)
         self.claim(Lane.IN, frame, count)
         self.tiers.read(home, self.memory[frame : frame + count])
         self.table.load(start, count, frame)
@@ -329,7 +329,7 @@ class Frames:
         assert not self.table.pins.any(), "a page is still pinned"
 
 
-def _steps(numbers: NDArray[Any]) -> int:
+def steps(numbers: NDArray[Any]) -> int:
     """How many numbers from the first on are consecutive."""
     return _first(numbers != numbers[0] + np.arange(len(numbers)))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
@@ -14,11 +15,15 @@ import torch
 from torch import nn
 
 from fmstream.config import StreamConfig
+from fmstream.core.choices import SelectionCounts
+from fmstream.core.telemetry import Telemetry
 from fmstream.device.accelerator import Accelerator
 from fmstream.device.device import Device
 
 HOOK: Final = "_prepare_cache_for_generation"
 """The method of a model that puts a cache among the arguments, if the user gave none."""
+CALL: Final = "generate"
+"""The method within which pages can be chosen."""
 NAMES: Final = ("cache", "past_key_values")
 """The argument for the cache, in new and in older versions of transformers."""
 MEBIBYTE: Final = 1 << 20
@@ -33,6 +38,13 @@ class KvOptions:
     threshold_mb: int
     host_memory: int | str
     spill_dir: str | os.PathLike[str] | None
+    budget: float | int | None = None
+    context_window: int | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens attend to less than everything."""
+        return self.budget is not None or self.context_window is not None
 
     @classmethod
     def of(cls, config: StreamConfig) -> KvOptions:
@@ -43,35 +55,43 @@ class KvOptions:
             config.cpu_offload_threshold_mb,
             config.kv_host_memory,
             config.spill_dir,
+            config.kv_budget,
+            config.context_window,
         )
 
 
 class GenerateSeam:
     """Lets ``generate`` use paged caches: where a size is given, or where the plain one would not fit."""
 
-    def __init__(self, options: KvOptions, device: Device, note: Callable[[str], None]) -> None:
+    def __init__(self, options: KvOptions, device: Device, telemetry: Telemetry) -> None:
         self._options = options
         self._device = device
-        self._note = note
+        self._telemetry = telemetry
+        self._note = telemetry.notes.append
         self._hooked: list[nn.Module] = []
         self._moves: list[list[Any]] = []
         """What the caches that were made have moved."""
 
     def put(self, modules: Iterable[nn.Module]) -> None:
         """Put the seam into those that generate."""
-        if self._options.max_pages is None and not isinstance(self._device, Accelerator):
+        options = self._options
+        if options.max_pages is None and not options.chooses and not isinstance(self._device, Accelerator):
             return
         for module in modules:
             if callable(getattr(module, HOOK, None)) and HOOK not in module.__dict__:
                 _seams[module] = self
                 self._hooked.append(module)
                 module.__dict__[HOOK] = MethodType(_prepare_cache_for_generation, module)
+                if options.chooses and callable(getattr(module, CALL, None)) and CALL not in module.__dict__:
+                    module.__dict__[CALL] = MethodType(_generate, module)
 
     def take_out(self) -> None:
         """Leave the modules as they were; may be called again."""
         while self._hooked:
             module = self._hooked[-1]
             module.__dict__.pop(HOOK, None)
+            if getattr(module.__dict__.get(CALL), "__func__", None) is _generate:
+                del module.__dict__[CALL]
             _seams.pop(module, None)
             self._hooked.pop()
         made, self._moves = self._moves, []
@@ -117,12 +137,16 @@ class GenerateSeam:
             kv_host_memory=options.host_memory,
             spill_dir=options.spill_dir,
             note=self._note,
+            kv_budget=options.budget,
+            context_window=options.context_window,
         )
         self._moves.append(made.moves)
+        counts = made.selection.counts if made.selection is not None else SelectionCounts()
+        self._telemetry.kv.append((counts, made.history))
         return made
 
     def _is_wanted(self, module: nn.Module, cache: Any, sizes: list[int]) -> bool:
-        if self._options.max_pages is not None:
+        if self._options.max_pages is not None or self._options.chooses:
             return True
         assert isinstance(self._device, Accelerator)
         free = self._device.available_bytes() - self._options.threshold_mb * MEBIBYTE
@@ -143,6 +167,14 @@ def _prepare_cache_for_generation(
         sizes = [value for value in (*args, *kwargs.values()) if type(value) is int]
         seam.replace(self, generation_config, model_kwargs, sizes)
     return result
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in a module for its class's method; within it the module's attention can choose pages."""
+    from fmstream.payloads.kv.attention import selecting
+
+    with selecting(self) if self in _seams else contextlib.nullcontext():
+        return getattr(type(self), CALL)(self, *args, **kwargs)
 
 
 def plain_bytes(module: nn.Module, cache: Any, sizes: list[int]) -> int:

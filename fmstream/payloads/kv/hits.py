@@ -70,7 +70,7 @@ class HitMeter:
         """What was seen so far.
 
         Raises:
-            ConfigError: nothing was decided by the digests: the prompt is too short for the budget, or no step was made.
+            ConfigError: nothing was chosen: the prompt is too short for the budget, or no step was made.
         """
         seen = self._decisions - self._fallbacks
         if not seen:

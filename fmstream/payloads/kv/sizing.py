@@ -17,7 +17,12 @@ RELIEF: Final = 1 / 8
 
 
 class Sizes(Protocol):
-    """Decides how large a pool is."""
+    """Decides how large a pool is, for so many layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that will be in it."""
+        ...
 
     def first(self, lanes: Lanes, shape: PageShape, rows: int, num_tokens: int) -> int:
         """Pages of a new pool, before a pass that holds ``num_tokens`` in each row of a block table."""

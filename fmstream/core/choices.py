@@ -1,16 +1,17 @@
-"""What choosing pages did: counts, and where pages lay over time."""
+"""What choosing pages of keys and values did: counts, and where pages lay over time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 MAX_SAMPLES: Final = 2048
 """Samples that are kept; from there on every other one is dropped, and half as many are taken."""
 
 
-class Sample(NamedTuple):
-    """Where pages lay at the end of a pass: ``step`` counts passes from 0."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Pages in frames, in host memory and in the file as a pass began: ``step`` counts passes from 0."""
 
     step: int
     frame_pages: int
