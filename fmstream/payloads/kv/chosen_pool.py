@@ -73,7 +73,8 @@ class ChosenPool(Pool):
         """Let layers that attend to everything pass through the last frames, so that they come in long copies."""
         frames, rows, columns = self.frames, block.num_sequences, int(block.pages.shape[1])
         frames.first_passing = max(0, frames.num_frames - self.transit_frames())
-        wanted = rows * (self._num_choosing() * min(self.quota(rows), columns) + max(self._num_layers, len(self.layers)))
+        chosen = self._num_choosing() * min(self.quota(rows), columns)
+        wanted = rows * (chosen + max(self._num_layers, len(self.layers)))
         frames.has_spare = frames.first_passing - wanted > self.transit_frames()
 
     def _make_room(self, wanted: int) -> int:
