@@ -17,7 +17,7 @@ from fmstream import PagedCache, emulator
 from fmstream.doors.dry_run import AMPLE_BYTES, unknown_values, without_memory
 from fmstream.emulator.cards import Card
 
-WARM_TOKENS: Final = 3
+WARM_TOKENS: Final = 2
 """Tokens before those that count: frames have found their pages by then."""
 TOKENS: Final = 4
 """Tokens that count."""

@@ -28,6 +28,7 @@ class SeededRecall:
 
     def __init__(self, seed: int = 0) -> None:
         self._draw = np.random.default_rng(seed)
+        self._decisions = 0
 
     def __call__(self, query: torch.Tensor, digests: Digests, limits: Limits, resident: NDArray[np.bool_]) -> Decision:
         """See the class."""
@@ -35,7 +36,8 @@ class SeededRecall:
         self._charge(query, digests, rows * (limits.num_chosen + limits.num_ahead + limits.num_victims + 1))
         lists = [self._row(row, limits) for row in resident]
         chosen, ahead, victims = (np.stack(part) for part in zip(*lists, strict=True))
-        falls_back = self._draw.random() < FALLBACKS
+        self._decisions += 1
+        falls_back = int(self._decisions * FALLBACKS) > int((self._decisions - 1) * FALLBACKS)
         return Decision(chosen, ahead, victims, np.full(rows, GATE if falls_back else 0.0, np.float32))
 
     def _charge(self, query: torch.Tensor, digests: Digests, width: int) -> None:

@@ -126,7 +126,7 @@ def test_pages_that_are_not_wanted_any_more_while_they_are_read(
         pool.enter(cache.layers[1].block)
         pool.prefetch(cache.layers[1].block)
         before = len(pool.frames._coming)
-        assert before > 1
+        assert before > 0
         if leave == "crop":
             cache.crop(-30)
             held = [values[:, :, :18] for values in held]

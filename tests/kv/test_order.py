@@ -108,7 +108,7 @@ def two_pages() -> tuple[Any, Any, Pool]:
 
 def taking_the_last(pool: Pool) -> Any:
     """Frames from the other end, so that a page does not come back to where it was."""
-    return lambda count: (pool.frames.num_frames - count, count)
+    return lambda count, staying: (pool.frames.num_frames - count, count)
 
 
 def reports(scenario: Callable[[], None] = decode, execution: Any = "eager") -> list[emulator.Report]:

@@ -14,7 +14,7 @@ from fmstream.core.pages import ABSENT, LOADING, RESIDENT
 from fmstream.device.lanes import Lanes
 from fmstream.payloads.kv import residency
 from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
-from fmstream.payloads.kv.choosing import Desk
+from fmstream.payloads.kv.choosing import NUM_EXEMPT, Desk
 from fmstream.payloads.kv.frames import steps
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
@@ -59,7 +59,10 @@ class ChosenPool(Pool):
     def quota(self, rows: int) -> int:
         """Complete pages that each row of a layer which chooses may keep in frames."""
         spare = self.frames.num_frames - self.transit_frames() - rows * max(self._num_layers, len(self.layers))
-        return max(0, spare // (rows * max(1, len(self.choosing))))
+        return max(0, spare // (max(1, rows) * self._num_choosing()))
+
+    def _num_choosing(self) -> int:
+        return max(1, len(self.choosing), self._num_layers - NUM_EXEMPT)
 
     def kept(self, block: BlockTable) -> int:
         """Columns at the beginning of a layer that stay in frames, before any were chosen."""
@@ -67,25 +70,30 @@ class ChosenPool(Pool):
         return min(columns, self.quota(block.num_sequences)) if block in self.choosing else 0
 
     def _reserve(self, block: BlockTable) -> None:
-        """Nothing is set apart: what is chosen comes page by page, and lies anywhere."""
+        """Let layers that attend to everything pass through the last frames, so that they come in long copies."""
+        frames, rows, columns = self.frames, block.num_sequences, int(block.pages.shape[1])
+        frames.first_passing = max(0, frames.num_frames - self.transit_frames())
+        chosen = self._num_choosing() * min(self.quota(rows), columns)
+        wanted = rows * (chosen + max(self._num_layers, len(self.layers)))
+        frames.has_spare = frames.first_passing - wanted > self.transit_frames()
 
     def _make_room(self, wanted: int) -> int:
-        """Let pages leave: first those of layers that only pass through."""
-        total = 0
-        for block in self.layers:
-            if block not in self.choosing and total < wanted:
-                found = residency.passing(self.frames.table, block, 0)[: wanted - total]
-                self.frames.evict(found)
-                total += len(found)
-        return total or super()._make_room(wanted)
+        """Let pages leave: first those that only pass."""
+        table = self.frames.table
+        passing = table.owner[self.frames.first_passing : self.frames.num_frames]
+        passing = passing[passing >= 0]
+        passing = passing[(table.state[passing] == RESIDENT) & (table.pins[passing] == 0)]
+        self.frames.evict(np.sort(passing))
+        return len(passing) or super()._make_room(wanted)
 
     def prefetch(self, block: BlockTable) -> None:
         """Recall what a layer that attends to everything will need first, as far as frames are free for it."""
         if block in self.choosing:
             return
-        missing = residency.each_once(block.pages, self.frames.table.state == ABSENT)
-        room = min(self.frames.num_free() - block.num_sequences, self.passing_frames())
-        self.frames.recall(missing[: max(0, room)])
+        frames = self.frames
+        missing = residency.each_once(block.pages, frames.table.state == ABSENT)
+        room = min(frames.num_free_for_passing() - block.num_sequences, self.passing_frames())
+        frames.recall(missing[: max(0, room)])
 
     # One token more
 
@@ -100,7 +108,7 @@ class ChosenPool(Pool):
         else:
             block.extend(self._filled(len(keys))[:, None])
         pages = block.pages[:, -1]
-        with self.frames.holding(pages):
+        with self.frames.holding(pages, staying=True):
             index, where = self._open_index(block, pages), self.frames.table.frame[pages]
             self.frames.claim_each(Lane.COMPUTE, where)
             for target, source in ((self._keys, keys), (self._values, values)):
@@ -120,7 +128,7 @@ class ChosenPool(Pool):
             for _, start, length in runs(pages):
                 end = start + length
                 while start < end:
-                    _, got = frames.fill(start, end - start, staying=False)
+                    _, got = frames.fill(start, end - start, staying=True)
                     table.pin(start, got)
                     start, done = start + got, done + got
         except BaseException:
@@ -200,7 +208,7 @@ class ChosenPool(Pool):
         rows, shape = block.num_sequences, self.shape
         every = np.concatenate([np.take_along_axis(block.pages, columns, 1), block.pages[:, -1:]], 1)
         self._grow_end(every.size)
-        with self.frames.holding(np.unique(every)):
+        with self.frames.holding(np.unique(every), staying=True):
             where = self.frames.table.frame[every].ravel()
             index = self.desk.upload("frames", where.astype(np.int64))
             self.frames.claim_each(Lane.COMPUTE, where)
@@ -220,7 +228,7 @@ class ChosenPool(Pool):
         missing: Ids = np.unique(pages)
         missing = missing[self.frames.table.state[missing] == ABSENT]
         missing = missing[: max(0, self.frames.num_free() - self.transit_frames())]
-        self.frames.recall(missing)
+        self.frames.recall(missing, staying=True)
         return missing
 
     def keys_of(self, pages: Ids) -> torch.Tensor:

@@ -163,13 +163,17 @@ class Frames:
         """
         while True:
             free = self.table.owner[: self.num_frames] == -1
-            first, count = _longest(free, wanted) if staying else self._next_free(free, wanted)
+            first, count = self._first_free(free, wanted) if staying else self._next_free(free, wanted)
             if count:
                 return first, count
             if self._spilling:
                 self._hand_over(self._spilling.pop(0))
             elif not self.make_room(wanted):
                 raise AssertionError(f"all {self.num_frames} frames are pinned")
+
+    def _first_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
+        first, count = _longest(free[: self.first_passing], wanted)
+        return (first, count) if count else _longest(free, wanted)
 
     def _next_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
         """The first run behind what was taken last; one of the frames for pages that stay only if these are spare."""
@@ -264,29 +268,32 @@ class Frames:
 
     # Recall
 
-    def recall(self, pages: Ids) -> None:
+    def recall(self, pages: Ids, *, staying: bool = False) -> None:
         """Enqueue the copies of pages that are in no frame; room is made for them.
 
         Pages in the file are only begun to be read, as many as there is room for: the host waits for none.
         """
         self._end_spills(pages)
         for _, start, count in runs(pages[self.table.state[pages] == ABSENT]):
-            while count and (done := self._recall_run(start, count, patient=False)):
+            while count and (done := self._recall_run(start, count, staying, patient=False)):
                 start, count = start + done, count - done
 
-    def _recall_run(self, start: int, count: int, *, patient: bool) -> int:
+    def _recall_run(self, start: int, count: int, staying: bool, *, patient: bool) -> int:
         """Enqueue the copy of the first of some absent pages of consecutive numbers; how many, 0 if it is not worth it.
 
         ``patient``: wait for room to read to.
         """
         home = int(self.table.home[start])
         assert home >= 0, f"page {start} lies nowhere"
-        if home >= FILE and not self._has_room_to_read(patient):
-            return 0
-        frame, count = self.take(steps(self.table.home[start : start + count]))
+        count = steps(self.table.home[start : start + count])
+        if home >= FILE:
+            if not self._has_room_to_read(patient):
+                return 0
+            count = min(count, self.tiers.reads.room())
+        frame, count = self.take(count, staying=staying)
         if home >= FILE:
             reading = self.tiers.reads.begin(home - FILE, count)
-            count = reading.count
+            assert reading.count == count
             self.table.load(start, count, frame)
             self._coming.append(_Coming(start, count, frame, reading))
         else:
@@ -353,10 +360,10 @@ class Frames:
             self.table.ready(start, count)
 
     @contextlib.contextmanager
-    def holding(self, pages: Ids) -> Iterator[None]:
+    def holding(self, pages: Ids, *, staying: bool = False) -> Iterator[None]:
         """Keep pages in frames for the body: what is in none is recalled, what is on its way is waited for in order.
 
-        Each page is named once.
+        Each page is named once; those that are recalled pass, or are ``staying``.
         """
         table: PageTable = self.table
         pinned: list[Ids] = []
@@ -368,7 +375,7 @@ class Frames:
             table.pin_each(pinned[0])
             for _, start, count in runs(pages[state == ABSENT]):
                 while count:
-                    done = self._recall_run(start, count, patient=True)
+                    done = self._recall_run(start, count, staying, patient=True)
                     table.ready(start, done)
                     table.pin(start, done)
                     pinned.append(np.arange(start, start + done, dtype=np.int32))
