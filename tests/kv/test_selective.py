@@ -1,4 +1,4 @@
-"""Chosen pages: exact where everything is chosen or the gate says so, else what a plain choice of the same pages gives."""
+"""Chosen pages: exact where everything is chosen or the gate says so, else what a plain choice of them gives."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def always_choosing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("execution", ORDERS)
 @pytest.mark.parametrize("build", [llama, qwen, gemma], ids=lambda build: build.__name__)
-def test_a_gate_that_is_always_shut_gives_the_exact_bits(
-    build: Callable[[], nn.Module], execution: Execution
-) -> None:
+def test_a_gate_that_is_always_shut_gives_the_exact_bits(build: Callable[[], nn.Module], execution: Execution) -> None:
     fresh(execution)
     model, ids = model_on(build, "emu"), prompt(60, 2)
     expected = steps(model, ids, plain_cache(model), 50)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 class HitRates:
     """Shares from 0 to 1, each the mean over decisions: of a layer and KV head at a step.
 
+    The page that is being filled counts as chosen and there, as it is.
+
     Attributes:
         importance: attention that the chosen pages get, over what the best pages in the same number would: all of it
             counts, that on the first and the newest tokens too.
-        position: of the pages that get the most attention in truth, as many as were chosen, those that lay in frames
-            or were on their way before the decision.
+        position: of the attention to the pages that get the most of it in truth, as many as were chosen, the part on
+            pages that lay in frames or were on their way before the decision.
         paging: of the pages that were attended to, those that were.
         num_decisions: how many decisions were looked at.
         fallbacks: part of the decisions in which the gate let a layer attend to everything.
@@ -60,9 +62,10 @@ class HitMeter:
         np.put_along_axis(chosen, seen.decision.chosen.astype(np.int64), True, 1)
         num_chosen = seen.decision.chosen.shape[1]
         best = np.argsort(-mass, axis=1, kind="stable")[:, :num_chosen]
-        importance = ((mass * chosen).sum(1) + rest) / (np.take_along_axis(mass, best, 1).sum(1) + rest)
+        wanted = np.take_along_axis(mass, best, 1)
+        importance = ((mass * chosen).sum(1) + rest) / (wanted.sum(1) + rest)
         there = seen.resident
-        position = np.take_along_axis(there, best, 1).mean(1)
+        position = ((wanted * np.take_along_axis(there, best, 1)).sum(1) + rest) / (wanted.sum(1) + rest)
         paging = ((chosen & there).sum(1) + 1) / (num_chosen + 1)  # and the page that is being filled
         self._sums += [importance.sum(), position.sum(), paging.sum()]
 
@@ -97,6 +100,23 @@ def measuring(cache: PagedCache) -> Iterator[HitMeter]:
         yield meter
     finally:
         cache.selection.watch = before
+
+
+def measure_hits(model: Any, ids: torch.Tensor, cache: PagedCache, num_steps: int) -> HitRates:
+    """Let a model read a prompt and go on greedily for some steps, with the hits of the cache measured.
+
+    Args:
+        model: one that generates, of transformers.
+        ids: the prompt, [batch, tokens].
+        cache: an empty `PagedCache` with a ``kv_budget``.
+        num_steps: tokens to generate, at least 2: the first comes from the prompt, for which nothing is chosen.
+
+    Raises:
+        ConfigError: nothing was chosen, or the model's attention cannot choose.
+    """
+    with measuring(cache) as meter, cache.selecting(model):
+        model.generate(ids, cache=cache, max_new_tokens=num_steps, min_new_tokens=num_steps, do_sample=False)
+    return meter.rates()
 
 
 def true_masses(seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
