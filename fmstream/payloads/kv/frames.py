@@ -278,6 +278,19 @@ class Frames:
             while count and (done := self._recall_run(start, count, staying, patient=False)):
                 start, count = start + done, count - done
 
+    def recall_each(self, pages: Ids) -> None:
+        """The same for absent pages that lie apart, as far as frames are free: each comes to any of them."""
+        self._end_spills(pages)
+        in_file = self.table.home[pages] >= FILE
+        free = np.flatnonzero(self.table.owner[: self.num_frames] == -1)
+        for page, frame in zip(pages[~in_file].tolist(), free.tolist(), strict=False):
+            self.claim(Lane.IN, frame, 1)
+            self.tiers.read(int(self.table.home[page]), self.memory[frame : frame + 1])
+            self.table.load(page, 1, frame)
+            self.counts.recalled += 1
+        self.lanes.point(Lane.IN)
+        self.recall(pages[in_file], staying=True)
+
     def _recall_run(self, start: int, count: int, staying: bool, *, patient: bool) -> int:
         """Enqueue the copy of the first of some absent pages of consecutive numbers; how many, 0 if it is not worth it.
 
