@@ -40,16 +40,19 @@ PROSE_FROM: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much is measured: sentences of filler for each context, depths of the key, tokens of prose and steps in it."""
+    """How much is measured: repetitions of the filler in each context, depths of the key, those of them at which the
+    others are asked too, tokens of prose, and steps in it."""
 
     fillers: tuple[int, ...]
     depths: tuple[float, ...]
+    beside: tuple[float, ...]
     prose_tokens: int
     prose_steps: int
 
 
-QUICK: Final = Work((44,), (0.1, 0.5, 0.9), 1024, 16)
-FULL: Final = Work((44, 88, 168), (0.1, 0.3, 0.5, 0.7, 0.9), 2048, 256)
+DEPTHS: Final = (0.1, 0.3, 0.5, 0.7, 0.9)
+QUICK: Final = Work((44,), (0.1, 0.5, 0.9), (0.5,), 1024, 16)
+FULL: Final = Work((44, 88, 168), DEPTHS, DEPTHS, 2048, 256)
 
 
 @register("kv_quality", CLAIM, BARS)
@@ -84,7 +87,7 @@ class Quality:
         """Everything."""
         for fillers in work.fillers:
             for depth in work.depths:
-                self.ask(fillers, depth)
+                self.ask(fillers, depth, beside=depth in work.beside)
         figures = {"passkey_equal": self.num_equal / self.num_asked}
         figures |= self.read(work.prose_tokens, work.prose_steps)
         rates = self.meter.rates()
@@ -98,14 +101,14 @@ class Quality:
 
     # Pass keys
 
-    def ask(self, fillers: int, depth: float) -> None:
+    def ask(self, fillers: int, depth: float, *, beside: bool) -> None:
         """Hide a pass key in filler and ask for it, with each cache."""
         before, key = int(fillers * depth), str(10_137 + int(depth * 80_000))
         hidden = f"The pass key is {key}. Remember it. {key} is the pass key. "
         prompt = self.ids(FILLER * before + hidden + FILLER * (fillers - before))
         question = self.ids(QUESTION)
         row: Row = {"context": prompt.shape[1], "depth": depth, "key": key}
-        for name, step in self.contenders(prompt):
+        for name, step in self.contenders(prompt, beside=beside):
             answer = self.answer(step, question)
             row[name] = answer if answer != row.get("exact") else "the same"
         self.num_asked += 1
@@ -131,7 +134,7 @@ class Quality:
         prompt, rest = ids[:, : num_tokens - num_steps], ids[0, num_tokens - num_steps :]
         exact = torch.empty(0)
         figures: dict[str, float] = {}
-        for name, step in self.contenders(prompt):
+        for name, step in self.contenders(prompt, beside=True):
             logits = torch.stack([step(token) for token in rest])
             loss = torch.nn.functional.cross_entropy(logits[:-1], rest[1:])
             if name == "exact":
@@ -145,21 +148,25 @@ class Quality:
 
     # Caches
 
-    def contenders(self, prompt: torch.Tensor) -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
+    def contenders(
+        self, prompt: torch.Tensor, *, beside: bool
+    ) -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
         """Each way to go on behind a prompt, which is read once: its name, and a step from a token to logits."""
         from transformers import DynamicCache
 
         kept = KeptTokens()
         whole = DynamicCache(config=self.model.config)
         with attending(self.model, kept):
-            kept.is_adding = True
+            kept.is_adding = beside
             self.model(prompt, cache=whole, logits_to_keep=1)
             yield "exact", self.stepper(copy.deepcopy(whole))
-            tokens = int(BUDGET * prompt.shape[1])
-            kept.keep_recent(len(whole.layers), whole.layers[0].keys.shape[1], prompt.shape[1], tokens)
-            yield "first and newest", self.stepper(copy.deepcopy(whole))
-            kept.keep_heavy(tokens)
-            yield "forgets once", self.stepper(copy.deepcopy(whole))
+            kept.is_adding = False
+            if beside:
+                tokens = int(BUDGET * prompt.shape[1])
+                kept.keep_recent(len(whole.layers), whole.layers[0].keys.shape[1], prompt.shape[1], tokens)
+                yield "first and newest", self.stepper(copy.deepcopy(whole))
+                kept.keep_heavy(tokens)
+                yield "forgets once", self.stepper(copy.deepcopy(whole))
         with self.paged(whole) as cache:
             yield "chosen pages", self.stepper(cache)
 

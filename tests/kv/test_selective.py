@@ -1,4 +1,4 @@
-"""Chosen pages: exact where everything is chosen or the gate says so, else what a plain choice of the same pages gives."""
+"""Chosen pages: exact where everything is chosen or the gate says so, else what a plain choice of them gives."""
 
 from __future__ import annotations
 

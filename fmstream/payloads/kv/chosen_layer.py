@@ -208,7 +208,7 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         if self.selection.falls_back(decision):
             counts.fallbacks += self.block.num_sequences
             return (*self._together(), mask)
-        columns = self._bring(decision, limits)
+        columns = self._bring(decision, limits.num_frames * self.block.num_sequences)
         keys, values = (self._by_sequence(part.unsqueeze(1)) for part in pool.gather(self.block, columns))
         found = self._mask(query, mask, columns, keys.shape[-2])
         self._fetch_ahead(decision)
@@ -252,7 +252,7 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
             keys = keys.index_select(0, self._pool.desk.upload("order", place.reshape(-1).astype(np.int64)))
         return keys.view(-1, self._pool.stride, pages.shape[1] * self._pool.shape.tokens, keys.shape[-1])
 
-    def _bring(self, decision: Decision, limits: Limits) -> NDArray[np.int32]:
+    def _bring(self, decision: Decision, quota: int) -> NDArray[np.int32]:
         """Bring what was chosen; its columns [rows, n]."""
         block, counts = self.block, self.selection.counts
         columns = decision.chosen
@@ -262,7 +262,9 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         away = np.take_along_axis(block.pages, np.maximum(victims, 0), 1)[victims >= 0]
         counts.ahead_used += len(np.intersect1d(self._ahead, wanted))
         self._ahead = np.setdiff1d(self._ahead, np.union1d(wanted, away))
-        counts.recalled += self._pool.bring(block, wanted, away, limits.num_frames)
+        before = block.pages[:, : (block.length - 1) // self._pool.shape.tokens]
+        there = np.unique(before[self._pool.resident(before)])
+        counts.recalled += self._pool.bring(wanted, away, there, quota)
         return columns
 
     def _fetch_ahead(self, decision: Decision) -> None:

@@ -160,24 +160,26 @@ class ChosenPool(Pool):
         state = self.frames.table.state[pages]
         return np.asarray((state == RESIDENT) | (state == LOADING))
 
-    def bring(self, block: BlockTable, wanted: Ids, victims: Ids, quota: int) -> int:
-        """Let pages leave for others that are about to be attended to; how many of those are in no frame.
+    def bring(self, wanted: Ids, victims: Ids, there: Ids, quota: int) -> int:
+        """Recall what is about to be attended to, and let other pages of the layer leave; how many were in no frame.
 
         Args:
-            block: the layer.
             wanted: pages, each once.
-            victims: pages of the layer that are least wanted.
-            quota: pages that each row may keep.
+            victims: pages that are least wanted.
+            there: pages in frames, or on their way.
+            quota: pages of the layer that may stay.
         """
-        frames, before = self.frames, np.unique(block.pages[:, :-1])
-        frames.land(before)
-        staying = np.union1d(wanted, block.pages[:, -1])
-        frames.evict(self._that_may_leave(victims, staying))
-        missing = int(np.count_nonzero(frames.table.state[wanted] == ABSENT))
-        surplus = int(np.count_nonzero(self.resident(before))) + missing - quota * block.num_sequences
+        frames = self.frames
+        frames.land(there)
+        missing = wanted[frames.table.state[wanted] == ABSENT]
+        leaving = self._that_may_leave(victims, wanted)
+        there = np.setdiff1d(there, leaving)
+        surplus = len(there) + len(missing) - quota
         if surplus > 0:  # after a prefill, when layers are in frames as far as there was room
-            frames.evict(self._that_may_leave(before, staying)[-surplus:])
-        return missing
+            leaving = np.concatenate([leaving, self._that_may_leave(there, wanted)[-surplus:]])
+        frames.evict(leaving)
+        frames.recall_each(missing)
+        return len(missing)
 
     def _that_may_leave(self, pages: Ids, staying: Ids) -> Ids:
         table, pages = self.frames.table, np.setdiff1d(pages, staying)
@@ -217,7 +219,7 @@ class ChosenPool(Pool):
         missing: Ids = np.unique(pages)
         missing = missing[self.frames.table.state[missing] == ABSENT]
         missing = missing[: max(0, self.frames.num_free() - self.transit_frames())]
-        self.frames.recall(missing)
+        self.frames.recall_each(missing)
         return missing
 
     def keys_of(self, pages: Ids) -> torch.Tensor:

@@ -246,6 +246,15 @@ class Frames:
             while count and (done := self._recall_run(start, count, patient=False)):
                 start, count = start + done, count - done
 
+    def recall_each(self, pages: Ids) -> None:
+        """The same for absent pages that lie apart, as far as frames are free: each comes to any of them."""
+        self._end_spills(pages)
+        free = np.flatnonzero(self.table.owner[: self.num_frames] == -1)
+        for page, frame in zip(pages.tolist(), free.tolist(), strict=False):
+            if self.table.home[page] < FILE or self._has_room_to_read(patient=False):
+                self._enqueue(page, 1, frame)
+        self.lanes.point(Lane.IN)
+
     def _recall_run(self, start: int, count: int, *, patient: bool) -> int:
         """Enqueue the copy of the first of some absent pages of consecutive numbers; how many, 0 if it is not worth it.
 
@@ -256,17 +265,22 @@ class Frames:
         if home >= FILE and not self._has_room_to_read(patient):
             return 0
         frame, count = self.take(steps(self.table.home[start : start + count]))
+        count = self._enqueue(start, count, frame)
+        self.lanes.point(Lane.IN)
+        return count
+
+    def _enqueue(self, start: int, count: int, frame: int) -> int:
+        """Let absent pages with consecutive homes come to free frames, those in the file by workers; how many."""
+        home = int(self.table.home[start])
         if home >= FILE:
             reading = self.tiers.reads.begin(home - FILE, count)
             count = reading.count
-            self.table.load(start, count, frame)
             self._coming.append(_Coming(start, count, frame, reading))
         else:
             self.claim(Lane.IN, frame, count)
             self.tiers.read(home, self.memory[frame : frame + count])
-            self.table.load(start, count, frame)
-            self.lanes.point(Lane.IN)
             self.counts.recalled += count
+        self.table.load(start, count, frame)
         return count
 
     def _has_room_to_read(self, patient: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -100,6 +100,23 @@ def measuring(cache: PagedCache) -> Iterator[HitMeter]:
         yield meter
     finally:
         cache.selection.watch = before
+
+
+def measure_hits(model: Any, ids: torch.Tensor, cache: PagedCache, num_steps: int) -> HitRates:
+    """Let a model read a prompt and go on greedily for some steps, with the hits of the cache measured.
+
+    Args:
+        model: one that generates, of transformers.
+        ids: the prompt, [batch, tokens].
+        cache: an empty `PagedCache` with a ``kv_budget``.
+        num_steps: tokens to generate, at least 2: the first comes from the prompt, for which nothing is chosen.
+
+    Raises:
+        ConfigError: nothing was chosen, or the model's attention cannot choose.
+    """
+    with measuring(cache) as meter, cache.selecting(model):
+        model.generate(ids, cache=cache, max_new_tokens=num_steps, min_new_tokens=num_steps, do_sample=False)
+    return meter.rates()
 
 
 def true_masses(seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
