@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -72,13 +73,13 @@ def missing_library() -> str:
 
 def make_model() -> Any:
     """A small Llama on the CPU, always with the same weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    library: Any = importlib.import_module("transformers")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": LAYERS}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **heads, **sizes)).eval().requires_grad_(False)
+        config = library.LlamaConfig(vocab_size=VOCABULARY, **heads, **sizes)
+        return library.LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
 def make_prompt() -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +41,8 @@ def find_speaker(target: str) -> Speaker:
 
 
 def _from_folder(folder: Path) -> Speaker:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    library: Any = importlib.import_module("transformers")
+    library.utils.logging.disable_progress_bar()
     files = sorted(folder.glob("*.gguf"))
     if not (folder / "config.json").is_file() and len(files) != 1:
         raise ConfigError(
@@ -52,8 +51,8 @@ def _from_folder(folder: Path) -> Speaker:
         )
     options = {} if (folder / "config.json").is_file() else {"gguf_file": files[0].name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto", **options)
+        tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+        model = library.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto", **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ConfigError(f"--kv {folder} cannot be loaded: {first_line(error)}") from error
     return Speaker(model.eval().requires_grad_(False), tokenizer)

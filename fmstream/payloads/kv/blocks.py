@@ -32,6 +32,8 @@ class BlockTable:
         self.length = 0
         self.version = 0
         """Another number after each change."""
+        self.layer = 0
+        """Which layer of its cache it is of, among those in the same pool."""
         self._pages: Ids = np.empty((0, 0), np.int32)
         self._num_columns = 0
         self._counted, self._num_pages = (-1, 0), 0

@@ -281,15 +281,11 @@ class Frames:
     def recall_each(self, pages: Ids) -> None:
         """The same for absent pages that lie apart, as far as frames are free: each comes to any of them."""
         self._end_spills(pages)
-        in_file = self.table.home[pages] >= FILE
         free = np.flatnonzero(self.table.owner[: self.num_frames] == -1)
-        for page, frame in zip(pages[~in_file].tolist(), free.tolist(), strict=False):
-            self.claim(Lane.IN, frame, 1)
-            self.tiers.read(int(self.table.home[page]), self.memory[frame : frame + 1])
-            self.table.load(page, 1, frame)
-            self.counts.recalled += 1
+        for page, frame in zip(pages.tolist(), free.tolist(), strict=False):
+            if self.table.home[page] < FILE or self._has_room_to_read(patient=False):
+                self._enqueue(page, 1, frame)
         self.lanes.point(Lane.IN)
-        self.recall(pages[in_file], staying=True)
 
     def _recall_run(self, start: int, count: int, staying: bool, *, patient: bool) -> int:
         """Enqueue the copy of the first of some absent pages of consecutive numbers; how many, 0 if it is not worth it.
@@ -304,18 +300,22 @@ class Frames:
                 return 0
             count = min(count, self.tiers.reads.room())
         frame, count = self.take(count, staying=staying)
+        self._enqueue(start, count, frame)
+        self.lanes.point(Lane.IN)
+        return count
+
+    def _enqueue(self, start: int, count: int, frame: int) -> None:
+        """Let absent pages with consecutive homes come to free frames; workers read those in the file."""
+        home = int(self.table.home[start])
         if home >= FILE:
             reading = self.tiers.reads.begin(home - FILE, count)
             assert reading.count == count
-            self.table.load(start, count, frame)
             self._coming.append(_Coming(start, count, frame, reading))
         else:
             self.claim(Lane.IN, frame, count)
             self.tiers.read(home, self.memory[frame : frame + count])
-            self.table.load(start, count, frame)
-            self.lanes.point(Lane.IN)
             self.counts.recalled += count
-        return count
+        self.table.load(start, count, frame)
 
     def copy_home(self, home: int, target: torch.Tensor) -> int:
         """Enqueue copies of pages from consecutive homes to memory that is no frame; of how many of them."""
