@@ -76,13 +76,13 @@ def test_a_device_that_is_not_here(device: str, capsys: pytest.CaptureFixture[st
 def test_a_page_that_comes_back_wrong_from_the_file_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read = PageFile.read
+    write = PageFile.write
 
-    def wrong(self: PageFile, address: int, page: int, count: int) -> None:
-        read(self, address, page, count)
+    def wrong(self: PageFile, address: int, page: int, count: int) -> bool:
         view_of(address, 1, writable=True)[0] ^= 1
+        return write(self, address, page, count)
 
-    monkeypatch.setattr(PageFile, "read", wrong)
+    monkeypatch.setattr(PageFile, "write", wrong)
     monkeypatch.setattr("fmstream.validate.command.try_weights", lambda place: iter(()))
     assert main(["validate", "--device", "cpu"]) == 1
     text = capsys.readouterr().out
