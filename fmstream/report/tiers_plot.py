@@ -81,6 +81,8 @@ def save_tiers_png(samples: Sequence[Occupancy], story: Story, path: str | Path)
         axes.plot(steps, line.values, color=line.shade, linewidth=line.width, linestyle=line.dashes, zorder=4)
     axes.fill_between(steps, lines[0].values, color=DEVICE, alpha=0.25, linewidth=0)
     axes.axhline(story.pool_bytes / MIB, color=DEVICE, linewidth=0.8, linestyle=(0, (1, 2)), zorder=3)
+    pool: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "color": DEVICE, "fontsize": 9}
+    axes.annotate("pool", (steps[-1], story.pool_bytes / MIB), (-4, 2), ha="right", **pool)
     _name_lines(axes, steps[-1], lines, highest)
     _finish(axes, steps, highest, story)
     share = story.pool_bytes / (story.tokens[-1] * story.token_bytes)

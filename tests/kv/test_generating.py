@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -213,6 +214,21 @@ def test_a_copy_shares_pages_until_either_goes_its_own_way() -> None:
     assert torch.equal(generate(model, prompt(30), cache, max_new_tokens=3), start)
     cache.check()
     assert next(iter(cache.pools)).frames.refs.sum() == pages
+
+
+def test_a_cache_says_how_to_keep_it_when_it_is_pickled() -> None:
+    fresh()
+    model = model_on(llama, "emu")
+    cache = PagedCache(model.config, 40, page_tokens=8)
+    start = generate(model, prompt(30), cache, max_new_tokens=3)
+    for attempt in (pickle.dumps, lambda given: torch.save(given, io.BytesIO())):
+        with pytest.raises(ConfigError, match=r"cannot be pickled.*copy\.deepcopy.*layer\.keys"):
+            attempt(cache)
+    other = copy.copy(cache)
+    other.crop(-20)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (start.shape[1] - 1, start.shape[1] - 21)
+    cache.check()
+    cache.close()
 
 
 def test_gradients_are_refused_before_anything_is_stored() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fmstream import PagedCache, emulator
-from fmstream.payloads.kv import known
-from fmstream.payloads.kv.known import Hasher, KnownPages, Spot
+from fmstream.payloads.kv import known, sharing
+from fmstream.payloads.kv.known import KnownPages, Spot, hash_pages
 from fmstream.payloads.kv.sharing import first_alike, stretches
 from tests.kv.kit import ORDERS, checked, fresh, generate, llama, model_on, plain_cache, prompt
 
@@ -98,7 +98,7 @@ def test_a_page_that_was_changed_since_is_not_taken_for_what_it_was() -> None:
 def test_equal_hashes_of_unequal_pages_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh("late")
     model = model_on(llama, "emu")
-    monkeypatch.setattr(Hasher, "hash", lambda self, keys, values, tokens: keys[:, 0, ::tokens, 0].long() * 0)
+    monkeypatch.setattr(sharing, "hash_pages", lambda keys, values, tokens: keys[:, 0, ::tokens, 0].long() * 0)
     cache = PagedCache(model.config, 100, page_tokens=TOKENS)
     found = []
     for batch, holder in ((prompt(20, 3), cache), (prompt(20, seed=5), cache.fork())):
@@ -132,16 +132,20 @@ def test_a_single_sequence_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dim", [8, 6, 5, 3])
 def test_a_hash_sees_every_element_and_the_sign_of_zero(dtype: torch.dtype, dim: int) -> None:
-    hasher = Hasher()
     keys = torch.zeros(1, 2, 4, dim).to(dtype)
-    seen = {int(hasher.hash(keys, keys, 4))}
+    seen = {int(hash_pages(keys, keys, 4))}
     for at in range(keys.numel()):
         changed = keys.clone()
         changed.view(-1)[at] = -0.0
-        seen.add(int(hasher.hash(changed, keys, 4)))
-        seen.add(int(hasher.hash(keys, changed, 4)))
+        seen.add(int(hash_pages(changed, keys, 4)))
+        seen.add(int(hash_pages(keys, changed, 4)))
     assert len(seen) > keys.numel()
-    assert int(hasher.hash(keys, keys, 4)) == int(Hasher().hash(keys, keys, 4))
+    assert int(hash_pages(keys, keys, 4)) == int(hash_pages(keys.clone(), keys.clone(), 4))
+
+
+def test_the_seed_is_fixed() -> None:
+    keys = torch.arange(16, dtype=torch.int16).view(1, 1, 4, 4)
+    assert hash_pages(keys, keys + 1, 2).tolist() == [[2953432009578776088, 8961870964447458728]]
 
 
 def test_pages_that_nobody_refers_to_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,4 +117,6 @@ def test_the_memory_of_the_pool_is_what_was_given() -> None:
         cache.close()
         machine.synchronize()
         did = before - machine.statistics().allocated
-        assert (LAYER + 1) * 2 * 2 * 8 * PAGE_TOKENS * 4 <= did <= (LAYER + 1) * 2 * 2 * 8 * PAGE_TOKENS * 4 + 2048
+        given = (LAYER + 1) * 2 * 2 * 8 * PAGE_TOKENS * 4
+        hashes = model.config.num_hidden_layers * 512  # 8 bytes for each page, in blocks of the allocator
+        assert given <= did <= given + 2048 + hashes

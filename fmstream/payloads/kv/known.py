@@ -18,6 +18,8 @@ from fmstream.payloads.kv.blocks import Ids
 
 SEED: Final = 20240229
 """Of the weights of the hash: always the same, so that the same content has the same key."""
+MULTIPLIER: Final = 0x5851F42D4C957F2D
+"""Spreads consecutive numbers over all bits (Knuth's MMIX generator)."""
 WORDS: Final = (torch.int64, torch.int32, torch.int16, torch.int8)
 """As what the bits of a row are read, the widest that it is a multiple of."""
 LEAST_PURGED: Final = 4096
@@ -77,36 +79,26 @@ class KnownPages:
         return found.reshape(hashes.shape)
 
 
-class Hasher:
-    """Numbers for what is in pages, computed where these are.
+def hash_pages(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A number for what is in each page, int64 [rows, pages], computed where these are.
 
-    A number is a sum of products with fixed odd weights modulo 2^64 (multilinear hashing: Carter and Wegman, 1979), so
-    that pages which differ in one element have different ones.
+    It is a sum of products with fixed odd weights modulo 2^64 (multilinear hashing: Carter and Wegman, 1979), so that
+    pages which differ in one element have different ones.
+
+    Args:
+        keys, values: [rows, heads, pages * tokens, dim].
+        tokens: tokens of a page.
     """
+    return _hash(keys, tokens, 0) + _hash(values, tokens, 1)
 
-    def __init__(self) -> None:
-        self._weights: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
-    def hash(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The number of each page: int64 [rows, pages].
-
-        Args:
-            keys, values: [rows, heads, pages * tokens, dim].
-            tokens: tokens of a page.
-        """
-        return self._hash(keys, tokens, 0) + self._hash(values, tokens, 1)
-
-    def _hash(self, tensor: torch.Tensor, tokens: int, salt: int) -> torch.Tensor:
-        rows, heads, length, dim = tensor.shape
-        num_bytes = dim * tensor.element_size()
-        words = tensor.view(next(kind for kind in WORDS if num_bytes % kind.itemsize == 0))
-        weights = self._weights_of(salt, heads, tokens, words)
-        pages = words.view(rows, heads, length // tokens, tokens, -1).to(torch.int64)
-        return (pages * weights).sum((1, 3, 4))
-
-    def _weights_of(self, salt: int, heads: int, tokens: int, words: torch.Tensor) -> torch.Tensor:
-        key = salt, heads, tokens, words.shape[-1]
-        if key not in self._weights:
-            numbers = np.random.default_rng(SEED + salt).integers(-(2**63), 2**63, (heads, 1, *key[2:]), np.int64)
-            self._weights[key] = torch.from_numpy(numbers | 1).to(words.device)
-        return self._weights[key]
+def _hash(tensor: torch.Tensor, tokens: int, salt: int) -> torch.Tensor:
+    rows, heads, length, dim = tensor.shape
+    num_bytes = dim * tensor.element_size()
+    words = tensor.view(next(kind for kind in WORDS if num_bytes % kind.itemsize == 0))
+    pages = words.view(rows, heads, length // tokens, tokens, -1).to(torch.int64)
+    # Made anew each time: kept, they would be a page of fast memory that nobody gave.
+    number = torch.arange(heads * tokens * words.shape[-1], device=tensor.device) * 2 + (SEED + salt)
+    number = (number ^ (number << 17)) * MULTIPLIER
+    weights = ((number ^ (number >> 29)) * MULTIPLIER) | 1
+    return (pages * weights.view(heads, 1, tokens, -1)).sum((1, 3, 4))

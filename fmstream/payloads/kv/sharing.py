@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fmstream.core.order import Lane
 from fmstream.payloads.kv.blocks import BlockTable, Ids
-from fmstream.payloads.kv.known import Hasher, Hashes, KnownPages, Spot
+from fmstream.payloads.kv.known import Hashes, KnownPages, Spot, hash_pages
 
 if TYPE_CHECKING:
     from fmstream.payloads.kv.pool import Pool
@@ -33,7 +33,6 @@ class Sharing:
 
     def __init__(self) -> None:
         self._known = KnownPages()
-        self._hasher = Hasher()
 
     def share(self, pool: Pool, block: BlockTable, begin: int, keys: torch.Tensor, values: torch.Tensor) -> Flags:
         """Put pages that are there in place of new ones; which of [rows, columns] need not be written.
@@ -51,7 +50,7 @@ class Sharing:
             return shared
         keys, values = (tensor[:, :, low * tokens : high * tokens] for tensor in (keys, values))
         new, done = block.pages[:, low:high], shared[:, low:high]
-        hashes = self._hasher.hash(keys, values, tokens)
+        hashes = hash_pages(keys, values, tokens)
         spot = Spot(block.layer, pool.stride, low)
         others = any(other.layer == block.layer and other.length for other in pool.layers if other is not block)
         if rows <= pool.stride and not others:
