@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bench.scenarios import SLOW, replaced
 from fmstream import PagedCache, emulator
 from fmstream.core.order import Lane, Places
+from fmstream.device.lanes import StreamLanes, lanes_of
+from fmstream.device.opening import open_device
+from fmstream.payloads.kv.choosing import Desk
 from fmstream.payloads.kv.frames import Frames
+from fmstream.payloads.kv.hits import measuring
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.tiers import Tiers
 from tests.kv.kit import llama, model_on, prompt
@@ -26,14 +31,14 @@ def without_wait(what: str, lane: Lane, other: Lane) -> Iterator[None]:
     """Let a lane not wait for another where it uses frames, or homes in host memory."""
 
     def make(claim: Any) -> Any:
-        def broken(places: Places, by: Lane, start: int, count: int) -> None:
-            if by is lane and places.what == what:  # type: ignore[attr-defined]
-                kept = places._last[other, start : start + count].copy()
-                places._last[other, start : start + count] = 0
-                claim(places, by, start, count)
-                places._last[other, start : start + count] = kept
+        def broken(places: Places, by: Lane, where: Any) -> None:
+            if by is lane and getattr(places, "what", None) == what:
+                kept = places._last[other, where].copy()
+                places._last[other, where] = 0
+                claim(places, by, where)
+                places._last[other, where] = kept
             else:
-                claim(places, by, start, count)
+                claim(places, by, where)
 
         return broken
 
@@ -50,7 +55,7 @@ def without_wait(what: str, lane: Lane, other: Lane) -> Iterator[None]:
     with (
         replaced(Frames, "__init__", named(FRAMES, "_places")),
         replaced(Tiers, "__init__", named(HOMES, "_places")),
-        replaced(Places, "claim", make),
+        replaced(Places, "_claim", make),
     ):
         yield
 
@@ -67,6 +72,36 @@ def decode(pages: int = 12) -> None:
             cache.crop(-6)
     assert cache.statistics().recalled_bytes > 0
     emulator.machine().synchronize()
+    cache.close()
+
+
+def choose() -> None:
+    """Steps of chosen pages, in turn with some that attend to everything."""
+    model = model_on(llama, "emu")
+    ids = prompt(60).to("emu")
+    cache = PagedCache(model.config, page_tokens=4, kv_budget=3)
+    assert cache.selection is not None
+    with cache.selecting(model):
+        model(ids[:, :40], cache=cache, logits_to_keep=1)
+        for at in range(40, 60):
+            cache.selection.gate = 0.0 if at % 5 == 4 else 2.0
+            model(ids[:, at : at + 1], cache=cache, logits_to_keep=1)
+    did = cache.statistics().selection
+    assert did.fallbacks > 0
+    assert did.recalled > 0
+    emulator.machine().synchronize()
+    cache.close()
+
+
+def look() -> None:
+    """All keys of a layer are read beside its pages, while it makes steps."""
+    model = model_on(llama, "emu")
+    ids = prompt(50).to("emu")
+    cache = PagedCache(model.config, page_tokens=4, kv_budget=3)
+    with cache.selecting(model), measuring(cache):
+        model(ids[:, :40], cache=cache, logits_to_keep=1)
+        for at in range(40, 50):
+            model(ids[:, at : at + 1], cache=cache, logits_to_keep=1)
     cache.close()
 
 
@@ -121,7 +156,7 @@ def reports(scenario: Callable[[], None] = decode, execution: Any = "eager") -> 
 
 
 @pytest.mark.parametrize("execution", ["eager", "late", 1, 2, 3])
-@pytest.mark.parametrize("scenario", [decode, back_at_once, home_for_another])
+@pytest.mark.parametrize("scenario", [decode, choose, look, back_at_once, home_for_another])
 def test_nothing_is_out_of_order(scenario: Callable[[], None], execution: Any) -> None:
     assert not reports(scenario, execution)
 
@@ -132,6 +167,10 @@ WAITS = {
     "a page comes after its frame was written home": (decode, FRAMES, IN, OUT),
     "a page is written home after it was computed": (decode, FRAMES, OUT, COMPUTE),
     "a frame is computed into after it was written home": (decode, FRAMES, COMPUTE, OUT),
+    "a chosen page is read after it came": (choose, FRAMES, COMPUTE, IN),
+    "a page comes after its frame was chosen": (choose, FRAMES, IN, COMPUTE),
+    "a page comes after the last in its frame was written home": (choose, FRAMES, IN, OUT),
+    "a page is written home after its last token": (choose, FRAMES, OUT, COMPUTE),
     "a page comes from home after it was written there": (back_at_once, HOMES, IN, OUT),
     "a home is written after it was read": (home_for_another, HOMES, OUT, IN),
 }
@@ -144,6 +183,40 @@ def test_each_wait_that_is_taken_away_is_missed(wait: tuple[Callable[[], None], 
         found = reports(scenario)
     assert found
     assert all(report.kind == "race" for report in found)
+
+
+def test_keys_looked_at_wait_for_their_copies() -> None:
+    def make(wait: Any) -> Any:
+        def without_in(lanes: Any, lane: Lane, other: Lane, point: int) -> None:
+            if (lane, other) != (COMPUTE, IN):
+                wait(lanes, lane, other, point)
+
+        return without_in
+
+    with replaced(StreamLanes, "wait", make):
+        assert reports(look)
+
+
+@pytest.mark.parametrize("name", ["resident", "frames"])
+def test_small_arrays_are_not_written_while_they_are_copied(name: str) -> None:
+    def make(upload: Any) -> Any:
+        def at_once(desk: Desk, called: str, array: Any) -> Any:
+            join = (lambda *_: None) if called == name else Places.join
+            with replaced(Places, "join", lambda _: join):
+                return upload(desk, called, array)
+
+        return at_once
+
+    def twice() -> None:
+        desk = Desk(lanes_of(open_device(torch.device("emu"))))
+        with emulator.host_guard():
+            desk.upload(name, np.arange(9))
+            desk.upload(name, np.arange(9))
+        desk.close()
+
+    assert not reports(twice)
+    with replaced(Desk, "upload", make):
+        assert reports(twice)
 
 
 def test_the_end_of_the_pool_waits_for_what_was_in_its_frames() -> None:
