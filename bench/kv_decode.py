@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fmstream import PagedCache, emulator
 from fmstream.doors.dry_run import AMPLE_BYTES, unknown_values, without_memory
 from fmstream.emulator.cards import Card
+from fmstream.emulator.checker import Check
 
 WARM_TOKENS: Final = 2
 """Tokens before those that count: frames have found their pages by then."""
@@ -142,20 +143,22 @@ class Decoder:
 
 
 @contextmanager
-def decoder(card: Card, shape: Shape, *, ample: bool = False) -> Iterator[Decoder]:
+def decoder(card: Card, shape: Shape, *, ample: bool = False, check: Check = "record") -> Iterator[Decoder]:
     """A decoder on a card whose memory is for keys and values alone; ``ample``: as much as is asked for."""
     capacity = AMPLE_BYTES if ample else weight_bytes(shape) + card.memory_bytes
     machine = emulator.reset(
-        card, execution="dry", check="record", capacity=capacity, pinned_rounding="power2", keep_timeline=False
+        card, execution="dry", check=check, capacity=capacity, pinned_rounding="power2", keep_timeline=False
     )
     with unknown_values(), torch.no_grad():
         yield Decoder(machine, shape)
     gc.collect()
 
 
-def decode(card: Card, shape: Shape, make: Make, *, sequences: int = 1, ample: bool = False) -> Decoded:
+def decode(
+    card: Card, shape: Shape, make: Make, *, sequences: int = 1, ample: bool = False, check: Check = "record"
+) -> Decoded:
     """Decode with a cache.  Sequences beyond the first are copies of it: they share all that they were given."""
-    with decoder(card, shape, ample=ample) as playing:
+    with decoder(card, shape, ample=ample, check=check) as playing:
         cache = make(playing.model.config)
         with cache.selecting(playing.model) if isinstance(cache, PagedCache) else nullcontext():
             playing.fill(cache)

@@ -55,9 +55,9 @@ class SeededRecall:
         there = self._draw.permutation(pages[resident & ~always])
         away = self._draw.permutation(pages[~resident & ~always])
         want = limits.num_chosen - int(always.sum())
-        missing = max(int(self._draw.binomial(want, MISSING)), want - len(there))
+        missing = max(min(want, int(self._draw.binomial(limits.num_chosen, MISSING))), want - len(there))
         chosen = np.concatenate([pages[always], there[: want - missing], away[:missing]])
-        ahead = away[missing : missing + min(limits.num_ahead, int(self._draw.binomial(want, AHEAD)))]
+        ahead = away[missing : missing + min(limits.num_ahead, int(self._draw.binomial(limits.num_chosen, AHEAD)))]
         rest = there[want - missing :]
         surplus = len(chosen) + len(rest) + len(ahead) - limits.num_frames
         return np.sort(chosen), _padded(ahead, limits.num_ahead), _padded(rest[: max(0, surplus)], limits.num_victims)

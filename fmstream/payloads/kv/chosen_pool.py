@@ -88,7 +88,7 @@ class ChosenPool(Pool):
 
     def prefetch(self, block: BlockTable) -> None:
         """Recall what a layer that attends to everything will need first, as far as frames are free for it."""
-        if block in self.choosing:
+        if block in self.choosing or not self._all_there:
             return
         frames = self.frames
         missing = residency.each_once(block.pages, frames.table.state == ABSENT)

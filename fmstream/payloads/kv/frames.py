@@ -166,8 +166,8 @@ class Frames:
             first, count = self._first_free(free, wanted) if staying else self._next_free(free, wanted)
             if count:
                 return first, count
-            if self._spilling:
-                self._hand_over(self._spilling.pop(0))
+            if self._spilling:  # all of them, for they lie side by side
+                self._hand_over_all()
             elif not self.make_room(wanted):
                 raise AssertionError(f"all {self.num_frames} frames are pinned")
 
@@ -239,12 +239,15 @@ class Frames:
         start, count, _ = spilling
         self.table.spilled(start, count)
 
+    def _hand_over_all(self) -> None:
+        for spilling in self._spilling:
+            self._hand_over(spilling)
+        self._spilling.clear()
+
     def _end_spills(self, pages: Ids) -> None:
         """As far as the table goes, none of these pages is being written home any more."""
         if self._spilling and (self.table.state[pages] == SPILLING).any():
-            for spilling in self._spilling:
-                self._hand_over(spilling)
-            self._spilling.clear()
+            self._hand_over_all()
 
     def retire(self) -> None:
         """Free the frames of pages that have come home, and enqueue the copies of those that were read."""

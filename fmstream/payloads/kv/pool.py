@@ -112,6 +112,8 @@ class Pool:
         if self._end_pages and not any(layer.length for layer in self.layers):
             self._give_end_back()
         self.current = self.layers.index(block)
+        num_layers = max(self._num_layers, len(self.layers))
+        self._all_there = sum(layer.length > 0 for layer in self.layers) >= num_layers
         self._reserve(block)
         self.frames.retire()
 
@@ -129,7 +131,6 @@ class Pool:
         filling = block.num_sequences * num_layers
         frames.first_passing = min(self.kept(block) * filling + 2 * filling, frames.num_frames)
         free = int(np.count_nonzero(frames.table.owner[: frames.first_passing] == -1))
-        self._all_there = sum(layer.length > 0 for layer in self.layers) >= num_layers
         frames.has_spare = self._all_there and free > filling
 
     def _make_room(self, wanted: int) -> int:
