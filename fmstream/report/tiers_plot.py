@@ -128,8 +128,8 @@ def _finish(axes: Axes, steps: list[int], highest: float, story: Story) -> None:
     where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
     if steps[0] < edge < steps[-1]:
         axes.axvline(edge, color=FAINT, linewidth=0.8)
-        axes.annotate("reading the prompt", (edge, 1), (-6, -4), **where, ha="right", color=FAINT, fontsize=9)
-        axes.annotate("answering", (edge, 1), (6, -4), **where, ha="left", color=FAINT, fontsize=9)
+        axes.annotate("prompt", (edge, 1), (-6, -4), **where, ha="right", color=FAINT, fontsize=9)
+        axes.annotate("answer", (edge, 1), (6, -4), **where, ha="left", color=FAINT, fontsize=9)
     axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
     axes.set_ylim(0, 1.12 * highest)
     axes.set_xlabel("passes of the model")

@@ -13,8 +13,7 @@ from torch import nn
 
 from fmstream.cli import main
 from fmstream.core.order import Places
-from fmstream.device.direct import view_of
-from fmstream.device.pagefile import PageFile
+from fmstream.payloads.kv.filereads import FileReads, Reading
 from fmstream.policies import names
 from fmstream.validate import emulated, kv, weights
 from fmstream.validate.outcome import Mismatch, Outcome, Validation, Verdict, carry_out
@@ -76,13 +75,14 @@ def test_a_device_that_is_not_here(device: str, capsys: pytest.CaptureFixture[st
 def test_a_page_that_comes_back_wrong_from_the_file_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write = PageFile.write
+    land = FileReads.land
 
-    def wrong(self: PageFile, address: int, page: int, count: int) -> bool:
-        view_of(address, 1, writable=True)[0] ^= 1
-        return write(self, address, page, count)
+    def wrong(self: FileReads, reading: Reading, target: torch.Tensor) -> None:
+        self.workers.wait(reading.ticket)
+        self._rows(reading.begin, reading.count)[0, 0] ^= 1
+        land(self, reading, target)
 
-    monkeypatch.setattr(PageFile, "write", wrong)
+    monkeypatch.setattr(FileReads, "land", wrong)
     monkeypatch.setattr("fmstream.validate.command.try_weights", lambda place: iter(()))
     assert main(["validate", "--device", "cpu"]) == 1
     text = capsys.readouterr().out
