@@ -27,6 +27,7 @@ examples:
   fmstream plan svd --gpu rtx4070-laptop   what streaming would give; needs neither model nor card
   fmstream doctor --path MODEL             look at link, card, memory and builds; say what to do
   fmstream memtest --size 2GiB             write patterns to memory and read them back
+  fmstream validate                        stream and page small models here, and compare
   fmstream env                             versions and hardware, for a bug report
   fmstream policies                        list the policies that policy= accepts
 
@@ -145,6 +146,7 @@ def _add_doctor(commands: _Commands) -> None:
     memtest.add_argument("--time-limit", type=float, metavar="SECONDS", help="end then with what was found")
     memtest.add_argument("--json", action="store_true", help="print JSON instead of text")
     memtest.set_defaults(handler=_memtest)
+    _add_validate(commands)
     env = commands.add_parser(
         "env",
         help="versions and hardware, for a bug report",
@@ -152,6 +154,25 @@ def _add_doctor(commands: _Commands) -> None:
     )
     env.add_argument("--json", action="store_true", help="print JSON instead of lines")
     env.set_defaults(handler=_env)
+
+
+def _add_validate(commands: _Commands) -> None:
+    validate = commands.add_parser(
+        "validate",
+        help="stream and page small models on the device at hand, and compare",
+        description="End to end on the device at hand: weights that stream under every policy, and keys and values in "
+        "pages, are compared bit by bit with what they give in memory. With --kv the pages that are chosen for a "
+        "language model are held against those that matter. The exit status is 1 if anything failed.",
+    )
+    validate.add_argument(
+        "--device", metavar="DEVICE", help='"cpu", "cuda", "cuda:1", or "emu", the emulated device; the card if any'
+    )
+    validate.add_argument(
+        "--kv", metavar="MODEL", help="measure how well pages are chosen for it: a folder, or module:function"
+    )
+    validate.add_argument("--prompt", metavar="FILE", help="what that model reads; the Python reference if left out")
+    validate.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    validate.set_defaults(handler=_validate)
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -302,6 +323,12 @@ def _doctor(options: argparse.Namespace) -> int:
         loads=not options.no_load,
         as_json=options.json,
     )
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from fmstream.validate.command import run_validate
+
+    return run_validate(device=options.device, kv=options.kv, prompt=options.prompt, as_json=options.json)
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -172,8 +172,8 @@ class StreamConfig:
                 f"staging={self.staging!r} is less than {MIN_STAGING_BYTES} bytes for each of {self.num_workers} "
                 "workers: give some megabytes"
             )
-        if self.spill_dir is not None and not isinstance(self.spill_dir, os.PathLike):
-            _check_text("spill_dir", self.spill_dir, "name a folder")
+        if self.spill_dir is not None and not is_path(self.spill_dir):
+            raise ConfigError(f"spill_dir={self.spill_dir!r} is no folder: give its path")
         if not isinstance(self.progress, bool):
             raise ConfigError(f"progress={self.progress!r} is neither True nor False")
         check_kv_options(self.kv_cache_max_pages, self.page_tokens, self.cpu_offload_threshold_mb, self.kv_host_memory)
@@ -316,6 +316,11 @@ def host_bytes(value: int | str) -> int | None:
     if value == "auto":
         return None
     return 0 if _is_int(value) and value == 0 else parse_size(value, name="kv_host_memory")
+
+
+def is_path(value: object) -> bool:
+    """Whether a value can be the path of something: text that is not empty and that the system can take."""
+    return isinstance(value, str | os.PathLike) and os.fspath(value) not in ("", b"") and "\0" not in os.fsdecode(value)
 
 
 def _is_int(value: object) -> bool:

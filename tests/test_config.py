@@ -115,8 +115,9 @@ def test_sizes_of_a_configuration() -> None:
         ({"num_workers": 65}, r"num_workers=65 is no int from 1 to 64"),
         ({"num_workers": True}, r"num_workers=True is no int"),
         ({"num_workers": 2.0}, r"num_workers=2\.0 is no int"),
-        ({"spill_dir": ""}, r"spill_dir='' is no name: name a folder"),
-        ({"spill_dir": 7}, r"spill_dir=7 is no name"),
+        ({"spill_dir": ""}, r"spill_dir='' is no folder: give its path"),
+        ({"spill_dir": 7}, r"spill_dir=7 is no folder"),
+        ({"spill_dir": "a\0b"}, r"spill_dir='a\\x00b' is no folder"),
         ({"progress": "yes"}, r"progress='yes' is neither True nor False"),
     ],
 )

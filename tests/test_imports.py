@@ -19,7 +19,7 @@ LAYERS = [
     {"device", "emulator"},
     {"actors"},
     {"payloads", "report"},
-    {"doors", "doctor", "cli", "__init__", "__main__"},
+    {"doors", "doctor", "validate", "cli", "__init__", "__main__"},
 ]
 RANKS = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 DOORS = LAYERS[-1]
@@ -80,14 +80,14 @@ def test_imports_go_down(module: str) -> None:
     assert offences(module, MODULES[module].read_text(encoding="utf-8")) == []
 
 
-def test_only_the_dry_run_of_a_plan_knows_the_emulator() -> None:
+def test_only_what_plays_on_an_emulated_card_knows_the_emulator() -> None:
     users = {
         module
         for module, path in MODULES.items()
         if room_of(module) != "emulator"
         and any(room_of(name) == "emulator" for name, _ in imports_of(module, path.read_text(encoding="utf-8")))
     }
-    assert users <= {"fmstream.doors.dry_run"}
+    assert users <= {"fmstream.doors.dry_run", "fmstream.validate.emulated"}
 
 
 @pytest.mark.parametrize(

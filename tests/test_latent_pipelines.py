@@ -248,6 +248,7 @@ def test_targets_without_a_callback_are_refused(option: dict[str, Any], tmp_path
         ({"host_stage": HostStage(fade, num_threads=0)}, "num_threads=0"),
         ({"preview": 3}, "preview=3 is no folder"),
         ({"preview": ""}, "preview='' is no folder"),
+        ({"preview": "a\0b"}, r"preview='a\\x00b' is no folder"),
     ],
 )
 def test_options_that_cannot_be_used(svd: Callable[..., Any], options: dict[str, Any], message: str) -> None:

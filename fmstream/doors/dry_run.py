@@ -1,6 +1,6 @@
 """One step of a real-size model on an emulated card: shapes, bytes and virtual time, in seconds and little memory.
 
-The only module of the package that knows the emulator.
+Of the package only this module and ``validate`` know the emulator.
 """
 
 from __future__ import annotations

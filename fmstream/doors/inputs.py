@@ -208,14 +208,15 @@ def _decode(module: Any, device: torch.device, *, tokens: int, batch: int) -> di
         cache.update(on.unknown(batch, heads, tokens, size), on.unknown(batch, heads, tokens, size), layer)
     return {
         "input_ids": on.zeros(batch, 1, dtype=torch.int64),
-        _cache_name(module): cache,
+        cache_name(module): cache,
         "position_ids": on.zeros(batch, 1, dtype=torch.int64) + tokens,
         "use_cache": True,
         "return_dict": False,
     }
 
 
-def _cache_name(module: nn.Module) -> str:
+def cache_name(module: nn.Module) -> str:
+    """The keyword under which a language model takes its cache: versions of transformers differ in it."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fmstream.config import is_path
 from fmstream.core.telemetry import Telemetry
 from fmstream.errors import ConfigError
 from fmstream.payloads.latent_run import LatentRun
@@ -158,7 +159,7 @@ def hook_latents(
             raise ConfigError(
                 f"host_stage={host_stage.function!r} cannot be called: give a function that takes latents"
             )
-    if preview is not None and not (isinstance(preview, str | os.PathLike) and os.fspath(preview)):
+    if preview is not None and not is_path(preview):
         raise ConfigError(f"preview={preview!r} is no folder: give its path")
     default = _default_inputs(call, option)
     callback = kwargs.get(CALLBACK)

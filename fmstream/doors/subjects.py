@@ -140,7 +140,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _from_function(target: str, size: Size) -> Subject:
-    made = _function(target)()
+    made = function_of(target)()
     module, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{target} returned {type(module).__name__}: return an nn.Module, or a module and its inputs")
@@ -151,7 +151,8 @@ def _from_function(target: str, size: Size) -> Subject:
     return Subject(target, module, f"one call of {type(module).__name__}", lambda device: _on(given, device))
 
 
-def _function(target: str) -> Callable[[], Any]:
+def function_of(target: str) -> Callable[[], Any]:
+    """The function that ``module:function`` names, modules in the present folder included."""
     where, _, name = target.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:

@@ -24,7 +24,19 @@ MAX_ROWS, MAX_LENGTH, MAX_CACHES = 4, 40, 3
 CONFIG = LlamaConfig(num_hidden_layers=LAYERS, hidden_size=16, num_attention_heads=2)
 
 Operation = tuple[str, int, int]
-OPERATIONS = (*["append"] * 3, "spill", "recall", "fork", "reorder", "crop", "free", "repeat", "select", "read")
+OPERATIONS = (
+    *["append"] * 3,
+    "again",
+    "spill",
+    "recall",
+    "fork",
+    "reorder",
+    "crop",
+    "free",
+    "repeat",
+    "select",
+    "read",
+)
 
 
 class Twins:
@@ -53,7 +65,10 @@ class Twins:
         length = held[0].shape[2] if held[0] is not None else 0
         choose = np.random.default_rng(value)
         if name == "append":
-            self.append(cache, held, rows, min(1 + value % 9, MAX_LENGTH - length))
+            count = min(1 + value % 9, MAX_LENGTH - length)
+            self.append(cache, held, [self.tensor(rows, count) for _ in range(LAYERS if count else 0)])
+        elif name == "again" and not length:
+            self.again(cache, held, value)
         elif name == "fork" and len(self.pairs) < MAX_CACHES:
             self.pairs.append((cache.fork(), list(held)))
         elif name == "free":
@@ -73,9 +88,15 @@ class Twins:
         elif length:
             self.choose(cache, held, name, rows, choose)
 
-    def append(self, cache: PagedCache, held: list[Tensor | None], rows: int, count: int) -> None:
-        for index in range(LAYERS if count else 0):
-            new = self.tensor(rows, count)
+    def again(self, cache: PagedCache, held: list[Tensor | None], value: int) -> None:
+        """Bring an empty cache what the beginning of another one holds, whose pages it can share."""
+        others = [tensors for _, tensors in self.pairs if tensors[0] is not None]
+        if others:
+            count = 1 + value % others[value % len(others)][0].shape[2]
+            self.append(cache, held, [tensor[:, :, :count] for tensor in others[value % len(others)]])
+
+    def append(self, cache: PagedCache, held: list[Tensor | None], tensors: list[Tensor]) -> None:
+        for index, new in enumerate(tensors):
             try:
                 keys, values = cache.update(new.to(self.device), (-new).to(self.device), index)
             except MemoryBudgetError as error:

@@ -197,7 +197,7 @@ def test_a_million_operations_on_pages_leave_nothing() -> None:
     counts = pool.frames.counts
     assert counts.recalled + counts.dropped + counts.spilled > 1_000_000
     gc.collect()
-    assert len(gc.get_objects()) < blocks + 500
+    assert len(gc.get_objects()) < blocks + 500 + len(cache.samples)  # of these a limited number is kept
     assert process.memory_info().rss < memory + (8 << 20)
     assert pool.frames.table.num_pages < 4096
     cache.check()

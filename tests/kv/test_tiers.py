@@ -12,7 +12,7 @@ import torch
 
 from fmstream import PagedCache, emulator
 from fmstream.device.pagefile import PageFile
-from fmstream.errors import ConfigError, MemoryBudgetError
+from fmstream.errors import ConfigError, MemoryBudgetError, StreamError
 from fmstream.payloads import budget
 from fmstream.payloads.kv.cache import KvStatistics
 from tests.kv.kit import compare, fresh, generate, llama, model_on, parts, plain_cache, prompt
@@ -61,11 +61,11 @@ def full_after(monkeypatch: pytest.MonkeyPatch, num_writes: int) -> None:
     """Let the disk be full after some writes."""
     step, seen = PageFile._step, [0]
 
-    def limited(self: PageFile, view: memoryview, offset: int, *, writing: bool) -> int:
-        seen[0] += writing
-        if writing and seen[0] > num_writes:
+    def limited(self: PageFile, view: memoryview, offset: int) -> int:
+        seen[0] += 1
+        if seen[0] > num_writes:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return step(self, view, offset, writing=writing)
+        return step(self, view, offset)
 
     monkeypatch.setattr(PageFile, "_step", limited)
 
@@ -91,17 +91,18 @@ def test_a_full_disk_is_an_error_and_loses_nothing(
     cache.close()
 
 
-def test_other_failures_of_the_file_are_raised_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failure_of_a_write_names_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh()
 
-    def broken(self: PageFile, view: memoryview, offset: int, *, writing: bool) -> int:
+    def broken(self: PageFile, view: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(PageFile, "_step", broken)
     model = model_on(llama, "emu")
     cache = PagedCache(model.config, 7, page_tokens=8, kv_host_memory=0, spill_dir=tmp_path)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(StreamError, match=r"the file tier .* cannot be written \(.*Input/output") as caught:
         generate(model, prompt(30), cache)
+    assert isinstance(caught.value.__cause__, OSError)
     cache.check()
     cache.close()
 

@@ -223,7 +223,8 @@ class PagedCache(DynamicCache):
 
     def fork(self) -> PagedCache:
         """A cache of the same content in the same pools; pages are shared until either writes to them."""
-        other: PagedCache = copy.copy(self)
+        other: PagedCache = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other._siblings, other.layers = {}, []
         other.history = copy.deepcopy(self.history)
         pool_for = weak(other._pool_for)
@@ -238,6 +239,15 @@ class PagedCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         memo[id(self)] = forked = self.fork()
         return forked
+
+    def __copy__(self) -> PagedCache:
+        return self.fork()  # a plain copy would share the layers, and write to the other's pages
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a PagedCache cannot be pickled, for its pages lie on the device: copy.deepcopy it within the process, or "
+            "save what its layers hold, torch.save([(layer.keys, layer.values) for layer in cache.layers], file)"
+        )
 
     @property
     def pools(self) -> Iterable[Pool]:

@@ -13,9 +13,8 @@ from fmstream.core.order import Lane
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT
 from fmstream.device.lanes import Lanes
 from fmstream.payloads.kv import residency
-from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
+from fmstream.payloads.kv.blocks import BlockTable, Ids, runs, steps
 from fmstream.payloads.kv.choosing import NUM_EXEMPT, Desk
-from fmstream.payloads.kv.frames import steps
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.tiers import Tiers
@@ -249,6 +248,7 @@ class ChosenPool(Pool):
         """All keys of a layer, [rows, tokens, dim], in memory of their own; no page moves for it."""
         frames, lanes, shape = self.frames, self.lanes, self.shape
         pages, table = block.pages.ravel(), self.frames.table
+        frames.land(pages)
         found = torch.empty((pages.size, shape.num_bytes), dtype=torch.uint8, device=lanes.torch_device)
         lanes.wait(Lane.IN, Lane.COMPUTE, lanes.upcoming(Lane.COMPUTE))
         for _, at, count in runs(np.flatnonzero(table.state[pages] == ABSENT)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,10 @@ from fmstream.core.freeruns import FreeRuns
 from fmstream.core.order import Lane, Places
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT, SPILLING, PageTable
 from fmstream.device.lanes import Lanes
-from fmstream.payloads.kv.blocks import Ids, runs
-from fmstream.payloads.kv.tiers import Tiers
+from fmstream.errors import StreamError
+from fmstream.payloads.kv.blocks import Ids, first_set, longest, runs, steps
+from fmstream.payloads.kv.filereads import Reading
+from fmstream.payloads.kv.tiers import FILE, Tiers
 
 
 @dataclass(slots=True)
@@ -28,8 +29,20 @@ class PageCounts:
     dropped: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """Pages of consecutive numbers that are being read from the file for consecutive frames."""
+
+    start: int
+    count: int
+    frame: int
+    reading: Reading
+
+
 class Frames:
-    """Moves pages between frames and their homes.  All is enqueued: the host waits only for what goes through a file.
+    """Moves pages between frames and their homes.
+
+    All is enqueued: the host waits only for what goes to a file, and for what no worker has read when it is needed.
 
     A spill is a transaction: the page keeps its frame while it is being written home.  Once the copy is enqueued the
     frame can be taken, for whoever takes it waits in order for the copy, and so does whoever reads the home.  A page is
@@ -58,6 +71,7 @@ class Frames:
         self.has_spare = True
         self._spilling: list[tuple[int, int, int]] = []
         """Runs that are being written home: (first page, count, point of the lane OUT)."""
+        self._coming: list[_Coming] = []
 
     # Pages
 
@@ -97,7 +111,12 @@ class Frames:
             self._free_ids.give(start, count)
 
     def vacate(self, pages: Ids) -> None:
-        """Let pages leave their frames, whatever is in them."""
+        """Let pages leave their frames, whatever is in them; with some that are being read all read with them leave."""
+        for coming in self._coming_among(pages):
+            self._forget(coming)
+        self._leave(pages)
+
+    def _leave(self, pages: Ids) -> None:
         state = self.table.state[pages]
         self.table.dirty[pages] = False
         for _, start, count in runs(pages[state == LOADING]):
@@ -152,8 +171,8 @@ class Frames:
                 raise AssertionError(f"all {self.num_frames} frames are pinned")
 
     def _first_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
-        first, count = _longest(free[: self.first_passing], wanted)
-        return (first, count) if count else _longest(free, wanted)
+        first, count = longest(free[: self.first_passing], wanted)
+        return (first, count) if count else longest(free, wanted)
 
     def _next_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
         """The first run behind what was taken last; one of the frames for pages that stay only if these are spare."""
@@ -195,7 +214,7 @@ class Frames:
             count = (
                 steps(table.home[start : start + count])
                 if home >= 0
-                else _first(table.home[start : start + count] >= 0)
+                else first_set(table.home[start : start + count] >= 0)
             )
             is_new = home < 0
             if is_new:
@@ -230,14 +249,11 @@ class Frames:
             self._hand_over_all()
 
     def retire(self) -> None:
-        """Free the frames of pages that have come home."""
+        """Free the frames of pages that have come home, and enqueue the copies of those that were read."""
         while self._spilling and self.lanes.has_passed(Lane.OUT, self._spilling[0][2]):
             self._hand_over(self._spilling.pop(0))
-
-    def land(self, pages: Ids) -> None:
-        """Count pages that are on their way as being in their frames: whoever uses one waits in order."""
-        for _, start, count in runs(pages[self.table.state[pages] == LOADING]):
-            self.table.ready(start, count)
+        for coming in [coming for coming in self._coming if self.tiers.reads.is_read(coming.reading)]:
+            self._bring(coming)
 
     def give_up(self, first: int) -> None:
         """Use only the frames before ``first`` from now on; the compute lane may write to the others."""
@@ -255,11 +271,13 @@ class Frames:
     # Recall
 
     def recall(self, pages: Ids, *, staying: bool = False) -> None:
-        """Enqueue the copies of pages that are in no frame; room is made for them."""
+        """Enqueue the copies of pages that are in no frame; room is made for them.
+
+        Pages in the file are only begun to be read, as many as there is room for: the host waits for none.
+        """
         self._end_spills(pages)
         for _, start, count in runs(pages[self.table.state[pages] == ABSENT]):
-            while count:
-                done = self._recall_run(start, count, staying)
+            while count and (done := self._recall_run(start, count, staying=staying, patient=False)):
                 start, count = start + done, count - done
 
     def recall_each(self, pages: Ids) -> None:
@@ -267,23 +285,82 @@ class Frames:
         self._end_spills(pages)
         free = np.flatnonzero(self.table.owner[: self.num_frames] == -1)
         for page, frame in zip(pages.tolist(), free.tolist(), strict=False):
-            self.claim(Lane.IN, frame, 1)
-            self.tiers.read(int(self.table.home[page]), self.memory[frame : frame + 1])
-            self.table.load(page, 1, frame)
-            self.counts.recalled += 1
+            if self.table.home[page] < FILE or self._has_room_to_read(patient=False):
+                self._enqueue(page, 1, frame)
         self.lanes.point(Lane.IN)
 
-    def _recall_run(self, start: int, count: int, staying: bool) -> int:
-        """Enqueue the copy of the first of some absent pages of consecutive numbers; how many."""
+    def _recall_run(self, start: int, count: int, *, staying: bool, patient: bool) -> int:
+        """Enqueue the copy of the first of some absent pages of consecutive numbers; how many, 0 if it is not worth it.
+
+        ``patient``: wait for room to read to.
+        """
         home = int(self.table.home[start])
         assert home >= 0, f"page {start} lies nowhere"
+        if home >= FILE and not self._has_room_to_read(patient):
+            return 0
         frame, count = self.take(steps(self.table.home[start : start + count]), staying=staying)
-        self.claim(Lane.IN, frame, count)
-        self.tiers.read(home, self.memory[frame : frame + count])
+        count = self._enqueue(start, count, frame)
+        self.lanes.point(Lane.IN)
+        return count
+
+    def _enqueue(self, start: int, count: int, frame: int) -> int:
+        """Let absent pages with consecutive homes come to free frames, those in the file by workers; how many."""
+        home = int(self.table.home[start])
+        if home >= FILE:
+            reading = self.tiers.reads.begin(home - FILE, count)
+            count = reading.count
+            self._coming.append(_Coming(start, count, frame, reading))
+        else:
+            self.claim(Lane.IN, frame, count)
+            self.tiers.read(home, self.memory[frame : frame + count])
+            self.counts.recalled += count
         self.table.load(start, count, frame)
+        return count
+
+    def _has_room_to_read(self, patient: bool) -> bool:
+        reads = self.tiers.reads
+        while not reads.room():
+            if not patient:
+                return False
+            if not reads.make_room():
+                oldest = self._coming[0]
+                try:
+                    self._bring(oldest)
+                except StreamError:
+                    if self.table.pins[oldest.start]:  # it is needed now, not later
+                        raise
+                    self._forget(oldest)
+        return True
+
+    def _coming_among(self, pages: Ids) -> list[_Coming]:
+        """What is being read for any of these pages."""
+        if not self._coming:
+            return []
+        named = np.zeros(self.table.num_pages, np.bool_)
+        named[pages] = True
+        return [coming for coming in self._coming if named[coming.start : coming.start + coming.count].any()]
+
+    def _bring(self, coming: _Coming) -> None:
+        """Wait for what is being read, and enqueue its copy to its frames.
+
+        Raises:
+            StreamError: it cannot be read; its pages are in no frame.
+        """
+        frame, count = coming.frame, coming.count
+        self.claim(Lane.IN, frame, count)
+        self.tiers.reads.land(coming.reading, self.memory[frame : frame + count])
         self.lanes.point(Lane.IN)
         self.counts.recalled += count
-        return count
+        self._coming.remove(coming)
+
+    def land(self, pages: Ids) -> None:
+        """Count pages that are on their way as being in their frames: whoever uses one waits in order.
+
+        Those that were begun to be read ahead, and could not be, are in no frame: whoever needs them tries again.
+        """
+        self._bring_or_forget(self._coming_among(pages))
+        for _, start, count in runs(pages[self.table.state[pages] == LOADING]):
+            self.table.ready(start, count)
 
     @contextlib.contextmanager
     def holding(self, pages: Ids, *, staying: bool = False) -> Iterator[None]:
@@ -301,15 +378,32 @@ class Frames:
             table.pin_each(pinned[0])
             for _, start, count in runs(pages[state == ABSENT]):
                 while count:
-                    done = self._recall_run(start, count, staying)
+                    done = self._recall_run(start, count, staying=staying, patient=True)
                     table.ready(start, done)
                     table.pin(start, done)
                     pinned.append(np.arange(start, start + done, dtype=np.int32))
                     start, count = start + done, count - done
+            for coming in self._coming_among(pages):  # only now, so that all of them are read side by side
+                self._bring(coming)
             yield
         finally:
             for held in pinned:
                 table.pin_each(held, -1)
+            for coming in self._coming_among(pages):
+                self._forget(coming)
+
+    def _bring_or_forget(self, wanted: list[_Coming]) -> None:
+        for coming in wanted:
+            try:
+                self._bring(coming)
+            except StreamError:
+                self._forget(coming)
+
+    def _forget(self, coming: _Coming) -> None:
+        """Let pages that did not come leave the frames that they were to have."""
+        self._coming.remove(coming)
+        self.tiers.reads.drop(coming.reading)
+        self._leave(np.arange(coming.start, coming.start + coming.count, dtype=np.int32))
 
     # Books
 
@@ -318,6 +412,7 @@ class Frames:
 
         No frame of the old one may be used where the new one has fewer.
         """
+        self._bring_or_forget(list(self._coming))
         count = min(self.num_frames, len(memory))
         num_frames = len(memory)
         if (self.table.owner >= 0).any():
@@ -341,23 +436,3 @@ class Frames:
         assert len(np.unique(homes)) == len(homes) == sum(self.tiers.counts()[:2]), "homes do not add up"
         assert not (self.table.owner[self.num_frames :] >= 0).any(), "a page lies where layers are put together"
         assert not self.table.pins.any(), "a page is still pinned"
-
-
-def steps(numbers: NDArray[Any]) -> int:
-    """How many numbers from the first on are consecutive."""
-    return _first(numbers != numbers[0] + np.arange(len(numbers)))
-
-
-def _longest(flags: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
-    """The first run of ``wanted`` flags that are set, else the longest: (first, count)."""
-    edges = np.flatnonzero(np.diff(flags.view(np.int8), prepend=np.int8(0), append=np.int8(0)))
-    if not len(edges):
-        return 0, 0
-    lengths = edges[1::2] - edges[::2]
-    at = int(np.argmax(np.minimum(lengths, wanted)))
-    return int(edges[2 * at]), min(wanted, int(lengths[at]))
-
-
-def _first(flags: NDArray[np.bool_]) -> int:
-    """Index of the first flag that is set, or their number."""
-    return int(np.argmax(flags)) if flags.any() else len(flags)

@@ -73,6 +73,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def join(self, pool: Pool, siblings: list[BlockTable]) -> None:
         """Be a layer of a pool until this is dropped."""
         self.pool, self._siblings = pool, siblings
+        self.block.layer = len(siblings)
         siblings.append(self.block)
         pool.layers.append(self.block)
         # The pool may be at work when this is collected: it looks at who left when it is used next.

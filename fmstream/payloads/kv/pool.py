@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fmstream.core.order import Lane
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT
@@ -21,6 +20,7 @@ from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
 from fmstream.payloads.kv.frames import Frames
 from fmstream.payloads.kv.residency import Kind
 from fmstream.payloads.kv.shape import PageShape
+from fmstream.payloads.kv.sharing import Sharing
 from fmstream.payloads.kv.tiers import Tiers
 
 ALIGNMENT: Final = 512
@@ -29,9 +29,8 @@ CHUNK_BYTES: Final = 16 << 20
 """Recalled and put together at once."""
 HEADROOM: Final = 1 / 16
 """Part by which the end of the pool is made larger than needed now."""
-
-
-_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MANY: Final = 16
+"""Frames for each row of a layer, from which on one of them may lie empty."""
 
 
 class _New(NamedTuple):
@@ -74,6 +73,7 @@ class Pool:
         self.current = 0
         self.num_lent = 0
         """Times that other memory had to be taken, because somebody kept the keys or values of a layer."""
+        self._sharing = Sharing()
         self._together: tuple[BlockTable, int, int] | None = None
         """The layer that is put together at the end of the pool, its version, and for how many tokens."""
         self._all_there = False
@@ -127,13 +127,15 @@ class Pool:
     def _reserve(self, block: BlockTable) -> None:
         """Set frames apart for the pages that stay, of layers that are still empty as well; all are like this one.
 
-        Beside those that stay there is one for each row that is being filled, and one for the next.
+        Beside those that stay there is one for each row that is being filled, and in a pool of many frames one for the
+        next, so that a page that is full need not leave at once.
         """
         frames, num_layers = self.frames, max(self._num_layers, len(self.layers))
         filling = block.num_sequences * num_layers
-        frames.first_passing = min(self.kept(block) * filling + 2 * filling, frames.num_frames)
+        coming = filling if frames.num_frames >= MANY * filling else 0
+        frames.first_passing = min((self.kept(block) + 1) * filling + coming, frames.num_frames)
         free = int(np.count_nonzero(frames.table.owner[: frames.first_passing] == -1))
-        frames.has_spare = self._all_there and free > filling
+        frames.has_spare = self._all_there and free > coming
 
     def _make_room(self, wanted: int) -> int:
         """Let up to ``wanted`` pages leave their frames, all of one kind; for how many there is room now."""
@@ -170,6 +172,14 @@ class Pool:
         """Frames through which a layer may pass at once when it is put together."""
         return self.frames.num_frames
 
+    def at_once(self) -> int:
+        """Pages of a layer that are held in frames at once."""
+        return max(1, min(self._chunk, self.passing_frames()))
+
+    def in_frames(self, frame: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in consecutive frames, [count, heads, tokens, dim] each; views."""
+        return self._keys[frame : frame + count], self._values[frame : frame + count]
+
     # A layer put together
 
     def attended(self, block: BlockTable) -> Ids:
@@ -198,7 +208,7 @@ class Pool:
 
     def _gather(self, pages: Ids, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the tokens of pages to where the layer is put together, a chunk at a time."""
-        chunk = min(self._chunk, self.passing_frames())
+        chunk = self.at_once()
         order = list(product(range(len(pages)), range(0, pages.shape[1], chunk)))
         if len(pages) > 1 and len(np.unique(pages)) < pages.size:
             order.sort(key=lambda at: at[1])  # a page of several sequences is used for all of them while it is there
@@ -269,7 +279,7 @@ class Pool:
             block.extend(self.frames.new(sequences * missing).reshape(sequences, missing))
         self._reserve(block)
         block.length = end
-        shared = self._share_equal(block, begin, keys, values)
+        shared = self._sharing.share(self, block, begin, keys, values)
         kept, last = self.kept(block), block.pages.shape[1] - 1
         cuts = sorted({*range(first, last, self._chunk), min(max(kept, first), last), last, last + 1})
         for sequence in range(sequences):
@@ -280,39 +290,13 @@ class Pool:
                     self._write(pages, column, new, staying=low < kept or low == last)
         self.lanes.point(Lane.COMPUTE)
 
-    def _share_equal(
-        self, block: BlockTable, begin: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> NDArray[np.bool_]:
-        """Let sequences that begin alike share pages: [sequences, columns], what need not be written.
-
-        Pages that are new and full are compared with those of the first sequence, bit by bit, for equal tokens need not
-        give equal bits.  The host waits for that; while tokens come one by one there is nothing to compare.
-        """
-        tokens, sequences, stride = self.shape.tokens, len(keys), self.stride
-        low, high = self.shape.pages(begin), block.length // tokens
-        shared = np.zeros(block.pages.shape, np.bool_)
-        if sequences <= stride or high <= low:
-            return shared
-        for column in range(low, high, self._chunk):
-            stop = min(column + self._chunk, high)
-            equal = _equal_pages(keys[:, :, column * tokens : stop * tokens], tokens, stride)
-            equal &= _equal_pages(values[:, :, column * tokens : stop * tokens], tokens, stride)
-            shared[stride:, column:stop] = equal.cpu().numpy()
-        for sequence in range(stride, sequences):
-            which = np.flatnonzero(shared[sequence])
-            own, common = block.pages[sequence, which], block.pages[sequence % stride, which]
-            block.pages[sequence, which] = common
-            self.frames.share(common)
-            self.frames.release(own)
-        return shared
-
     def _write(self, pages: Ids, column: int, new: _New, *, staying: bool) -> None:
         """New tokens to pages from ``column`` on; one without a frame is written as a whole."""
         frames, table, at = self.frames, self.frames.table, 0
         while at < len(pages):
             page, start = int(pages[at]), (column + at) * self.shape.tokens
             if table.state[page] == LOADING:
-                table.ready(page, 1)
+                frames.land(pages[at : at + 1])
             if table.state[page] == RESIDENT:
                 frame, count, start = int(table.frame[page]), 1, max(new.begin, start)
             else:
@@ -429,18 +413,6 @@ def _by_page(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     """[heads, n * tokens, dim] as [heads, n, tokens, dim]; a view."""
     heads, length, dim = tensor.shape
     return tensor.view(heads, length // tokens, tokens, dim)
-
-
-def _equal_pages(tensor: torch.Tensor, tokens: int, stride: int) -> torch.Tensor:
-    """Which pages of other sequences hold the same bits as the first one's: [rows behind the first ``stride``, pages].
-
-    A sequence has ``stride`` rows, each of which is compared with its like.
-    """
-    bits = _INTEGERS[tensor.dtype.itemsize]
-    first, others = tensor[:stride].view(bits), tensor[stride:].view(bits)
-    rows, heads, length, dim = others.shape
-    equal = others.view(-1, *first.shape) == first
-    return equal.view(rows, heads, length // tokens, tokens, dim).all(4).all(3).all(1)
 
 
 def _called(method: weakref.WeakMethod[Any], wanted: int) -> int:

@@ -13,14 +13,15 @@ from fmstream.core.freeruns import FreeRuns
 from fmstream.core.order import Lane, Places
 from fmstream.device.lanes import HostBlock, Lanes
 from fmstream.device.pagefile import PageFile
-from fmstream.errors import MemoryBudgetError
+from fmstream.errors import MemoryBudgetError, StreamError
 from fmstream.payloads import budget
+from fmstream.payloads.kv.filereads import FileReads
 
 SMALLEST_BLOCK_BYTES: Final = 1 << 20
 LARGEST_BLOCK_BYTES: Final = 256 << 20
 """Host memory is taken in blocks between these sizes, each as large as all before."""
 TRANSIT_BYTES: Final = 8 << 20
-"""Host memory through which pages go to the file and come from it, at most,"""
+"""Host memory through which pages go to the file, and are fetched from it at once, at most,"""
 TRANSIT_PAGES: Final = 8
 """and in pages."""
 FLOOR_SHARE: Final = 0.05
@@ -49,7 +50,8 @@ class Tiers:
     """Homes of pages of one size: a home below `FILE` is a place in host memory, one from there on a page of the file.
 
     Pages stay where they were put first: a cache is read in full at every step, so that no page is hotter than another.
-    Copies are enqueued on the lanes; only what goes to the file or comes from it lets the host wait.
+    Copies are enqueued on the lanes; the host waits for what goes to the file, and for what comes from it only where it
+    is needed before a worker has read it.
 
     Args:
         page_bytes: size of a page.
@@ -82,7 +84,8 @@ class Tiers:
         self._transit_places = Places(0, lanes)
         self._transit_next = 0
         self._host_used = self._file_used = 0
-        self._written = self._read = 0
+        self._reads: FileReads | None = None
+        self._written = 0
         self._told = False
         self._floor = int(budget.available_bytes() * FLOOR_SHARE)
 
@@ -171,25 +174,41 @@ class Tiers:
             with self._lanes.on(Lane.OUT):
                 rows.copy_(source[at : at + count], non_blocking=True)
             self._transit_places.join(place, count)
-            if not self._open().write(address, home - FILE + at, count):
+            try:
+                had_room = self._open().write(address, home - FILE + at, count)
+            except OSError as error:
+                raise StreamError(
+                    f"the file tier of keys and values in {self._spill_dir} cannot be written ({error}): look at that "
+                    "disk, or give another spill_dir"
+                ) from error
+            if not had_room:
                 raise MemoryBudgetError(self._full(f"the disk of {self._spill_dir} is full"))
             self._written += count * self.page_bytes
 
     def read(self, home: int, target: torch.Tensor) -> None:
-        """Enqueue pages from consecutive homes to uint8 [n, page_bytes] on the device (lane IN)."""
-        if home < FILE:
-            place, source = self._host(home, target.shape[0])
-            self._places.claim(Lane.IN, place, target.shape[0])
-            with self._lanes.on(Lane.IN):
-                target.copy_(source, non_blocking=True)
+        """Enqueue pages from consecutive homes to uint8 [n, page_bytes] on the device (lane IN).
+
+        The host waits for those in the file; `reads` lets it go on.
+        """
+        if home >= FILE:
+            for at, count, place, rows, address in self._in_transit(target.shape[0]):
+                self._transit_places.join(place, count)
+                self.reads.fetch(home - FILE + at, address, count)
+                self._transit_places.claim(Lane.IN, place, count)
+                with self._lanes.on(Lane.IN):
+                    target[at : at + count].copy_(rows, non_blocking=True)
             return
-        for at, count, place, rows, address in self._in_transit(target.shape[0]):
-            self._transit_places.join(place, count)
-            self._open().read(address, home - FILE + at, count)
-            self._transit_places.claim(Lane.IN, place, count)
-            with self._lanes.on(Lane.IN):
-                target[at : at + count].copy_(rows, non_blocking=True)
-            self._read += count * self.page_bytes
+        place, source = self._host(home, target.shape[0])
+        self._places.claim(Lane.IN, place, target.shape[0])
+        with self._lanes.on(Lane.IN):
+            target.copy_(source, non_blocking=True)
+
+    @property
+    def reads(self) -> FileReads:
+        """What comes from the file."""
+        if self._reads is None:
+            self._reads = FileReads(self._lanes, self.page_bytes, self._open())
+        return self._reads
 
     def _host(self, home: int, count: int) -> tuple[int, torch.Tensor]:
         block = self._blocks[bisect.bisect(self._starts, home) - 1]
@@ -224,7 +243,8 @@ class Tiers:
     def counts(self) -> TierCounts:
         """What the tiers hold now."""
         host_bytes = sum(block.memory.num_bytes for block in self._blocks)
-        return TierCounts(self._host_used, self._file_used, host_bytes, self._written, self._read)
+        read = self._reads.num_bytes if self._reads is not None else 0
+        return TierCounts(self._host_used, self._file_used, host_bytes, self._written, read)
 
     def check(self) -> None:
         """Verify that free and used homes add up."""
@@ -239,5 +259,7 @@ class Tiers:
         for memory in [*blocks, *([transit] if transit is not None else [])]:
             self._lanes.free(memory)
         self._starts.clear()
+        if self._reads is not None:
+            self._reads.close()
         if self._file is not None:
             self._file.close()
