@@ -22,6 +22,26 @@ def runs(numbers: Numbers) -> Iterator[tuple[int, int, int]]:
         yield begin, int(numbers[begin]), end - begin
 
 
+def steps(numbers: NDArray[Any]) -> int:
+    """How many numbers from the first on are consecutive."""
+    return first_set(numbers != numbers[0] + np.arange(len(numbers)))
+
+
+def longest(flags: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
+    """The first run of ``wanted`` flags that are set, else the longest: (first, count)."""
+    edges = np.flatnonzero(np.diff(flags.view(np.int8), prepend=np.int8(0), append=np.int8(0)))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    at = int(np.argmax(np.minimum(lengths, wanted)))
+    return int(edges[2 * at]), min(wanted, int(lengths[at]))
+
+
+def first_set(flags: NDArray[np.bool_]) -> int:
+    """Index of the first flag that is set, or their number."""
+    return int(np.argmax(flags)) if flags.any() else len(flags)
+
+
 class BlockTable:
     """Pages of one layer by sequence and position: int32 [num_sequences, num_columns], with room to grow.
 

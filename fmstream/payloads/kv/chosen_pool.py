@@ -13,9 +13,8 @@ from fmstream.core.order import Lane
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT
 from fmstream.device.lanes import Lanes
 from fmstream.payloads.kv import residency
-from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
+from fmstream.payloads.kv.blocks import BlockTable, Ids, runs, steps
 from fmstream.payloads.kv.choosing import NUM_EXEMPT, Desk
-from fmstream.payloads.kv.frames import steps
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.tiers import Tiers

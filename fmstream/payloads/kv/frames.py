@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from fmstream.core.order import Lane, Places
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT, SPILLING, PageTable
 from fmstream.device.lanes import Lanes
 from fmstream.errors import StreamError
-from fmstream.payloads.kv.blocks import Ids, runs
+from fmstream.payloads.kv.blocks import Ids, first_set, longest, runs, steps
 from fmstream.payloads.kv.filereads import Reading
 from fmstream.payloads.kv.tiers import FILE, Tiers
 
@@ -172,8 +171,8 @@ class Frames:
                 raise AssertionError(f"all {self.num_frames} frames are pinned")
 
     def _first_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
-        first, count = _longest(free[: self.first_passing], wanted)
-        return (first, count) if count else _longest(free, wanted)
+        first, count = longest(free[: self.first_passing], wanted)
+        return (first, count) if count else longest(free, wanted)
 
     def _next_free(self, free: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
         """The first run behind what was taken last; one of the frames for pages that stay only if these are spare."""
@@ -215,7 +214,7 @@ class Frames:
             count = (
                 steps(table.home[start : start + count])
                 if home >= 0
-                else _first(table.home[start : start + count] >= 0)
+                else first_set(table.home[start : start + count] >= 0)
             )
             is_new = home < 0
             if is_new:
@@ -278,7 +277,7 @@ class Frames:
         """
         self._end_spills(pages)
         for _, start, count in runs(pages[self.table.state[pages] == ABSENT]):
-            while count and (done := self._recall_run(start, count, staying, patient=False)):
+            while count and (done := self._recall_run(start, count, staying=staying, patient=False)):
                 start, count = start + done, count - done
 
     def recall_each(self, pages: Ids) -> None:
@@ -290,7 +289,7 @@ class Frames:
                 self._enqueue(page, 1, frame)
         self.lanes.point(Lane.IN)
 
-    def _recall_run(self, start: int, count: int, staying: bool, *, patient: bool) -> int:
+    def _recall_run(self, start: int, count: int, *, staying: bool, patient: bool) -> int:
         """Enqueue the copy of the first of some absent pages of consecutive numbers; how many, 0 if it is not worth it.
 
         ``patient``: wait for room to read to.
@@ -391,7 +390,7 @@ class Frames:
             table.pin_each(pinned[0])
             for _, start, count in runs(pages[state == ABSENT]):
                 while count:
-                    done = self._recall_run(start, count, staying, patient=True)
+                    done = self._recall_run(start, count, staying=staying, patient=True)
                     table.ready(start, done)
                     table.pin(start, done)
                     pinned.append(np.arange(start, start + done, dtype=np.int32))
@@ -449,23 +448,3 @@ class Frames:
         assert len(np.unique(homes)) == len(homes) == sum(self.tiers.counts()[:2]), "homes do not add up"
         assert not (self.table.owner[self.num_frames :] >= 0).any(), "a page lies where layers are put together"
         assert not self.table.pins.any(), "a page is still pinned"
-
-
-def steps(numbers: NDArray[Any]) -> int:
-    """How many numbers from the first on are consecutive."""
-    return _first(numbers != numbers[0] + np.arange(len(numbers)))
-
-
-def _longest(flags: NDArray[np.bool_], wanted: int) -> tuple[int, int]:
-    """The first run of ``wanted`` flags that are set, else the longest: (first, count)."""
-    edges = np.flatnonzero(np.diff(flags.view(np.int8), prepend=np.int8(0), append=np.int8(0)))
-    if not len(edges):
-        return 0, 0
-    lengths = edges[1::2] - edges[::2]
-    at = int(np.argmax(np.minimum(lengths, wanted)))
-    return int(edges[2 * at]), min(wanted, int(lengths[at]))
-
-
-def _first(flags: NDArray[np.bool_]) -> int:
-    """Index of the first flag that is set, or their number."""
-    return int(np.argmax(flags)) if flags.any() else len(flags)

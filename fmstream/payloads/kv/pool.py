@@ -29,6 +29,8 @@ CHUNK_BYTES: Final = 16 << 20
 """Recalled and put together at once."""
 HEADROOM: Final = 1 / 16
 """Part by which the end of the pool is made larger than needed now."""
+MANY: Final = 16
+"""Frames for each row of a layer, from which on one of them may lie empty."""
 
 
 class _New(NamedTuple):
@@ -125,13 +127,15 @@ class Pool:
     def _reserve(self, block: BlockTable) -> None:
         """Set frames apart for the pages that stay, of layers that are still empty as well; all are like this one.
 
-        Beside those that stay there is one for each row that is being filled, and one for the next.
+        Beside those that stay there is one for each row that is being filled, and in a pool of many frames one for the
+        next, so that a page that is full need not leave at once.
         """
         frames, num_layers = self.frames, max(self._num_layers, len(self.layers))
         filling = block.num_sequences * num_layers
-        frames.first_passing = min(self.kept(block) * filling + 2 * filling, frames.num_frames)
+        coming = filling if frames.num_frames >= MANY * filling else 0
+        frames.first_passing = min((self.kept(block) + 1) * filling + coming, frames.num_frames)
         free = int(np.count_nonzero(frames.table.owner[: frames.first_passing] == -1))
-        frames.has_spare = self._all_there and free > filling
+        frames.has_spare = self._all_there and free > coming
 
     def _make_room(self, wanted: int) -> int:
         """Let up to ``wanted`` pages leave their frames, all of one kind; for how many there is room now."""
