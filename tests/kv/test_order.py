@@ -197,7 +197,7 @@ def test_keys_looked_at_wait_for_their_copies() -> None:
         assert reports(look)
 
 
-@pytest.mark.parametrize("name", ["resident", "frames"])
+@pytest.mark.parametrize("name", ["meant", "frames"])
 def test_small_arrays_are_not_written_while_they_are_copied(name: str) -> None:
     def make(upload: Any) -> Any:
         def at_once(desk: Desk, called: str, array: Any) -> Any:

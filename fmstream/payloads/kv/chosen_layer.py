@@ -40,12 +40,15 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         self.chooses = chooses
         self.digests = LayerDigests()
         self._ahead: Ids = np.empty(0, np.int32)
+        self._meant: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
+        """Pages that decisions mean to be in frames, [rows, pages].  The choice goes by these, not by what is there, so
+        that it is the same however short memory is."""
         self._pending = False
         super().__init__(pool_for, sizing)
 
     def _like(self, pool_for: PoolFor) -> PagedLayer:
         other = ChosenLayer(pool_for, self._sizing, self.selection, chooses=self.chooses)
-        other.digests = self.digests.copy()
+        other.digests, other._meant = self.digests.copy(), self._meant.copy()
         return other
 
     def join(self, pool: Pool, siblings: list[BlockTable]) -> None:
@@ -128,18 +131,22 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         super().crop(tokens_to_remove)
         if self.pool is not None:
             self.digests.cut(self.block.length // self.pool.shape.tokens)
+            self._meant[:, self.digests.count :] = False
 
     def reset(self) -> None:
         """See `PagedLayer`."""
         super().reset()
         self.digests.clear()
+        self._meant = np.zeros((0, 0), np.bool_)
         self._pending = False
 
     def _choose(self, sequences: NDArray[np.int64]) -> None:
         if self.pool is None or not self.block.length:
             return
         heads = self._pool.stride
-        super()._choose((sequences[:, None] * heads + np.arange(heads)).ravel())
+        rows = (sequences[:, None] * heads + np.arange(heads)).ravel()
+        super()._choose(rows)
+        self._meant = self._meant[rows] if len(self._meant) else self._meant
         if self.digests.count:
             self.digests.choose(torch.from_numpy(sequences).to(self.device))
 
@@ -226,22 +233,22 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         assert digests.centre is not None
         assert digests.radius is not None
         batch, heads, room, dim = digests.centre.shape
-        resident = np.zeros((len(pages), room), np.bool_)
-        resident[:, :complete] = pool.resident(pages)
+        self._meant = with_room(self._meant, len(pages), room)
+        resident = pool.resident(pages)
         known = Digests(
             digests.centre,
             digests.radius,
-            pool.desk.upload("resident", resident).view(batch, heads, room),
+            pool.desk.upload("meant", self._meant).view(batch, heads, room),
             selection.rotation(query.device, dim),
             scale,
             complete,
         )
         choose = selection.choose or pool.desk.decide
-        decision = choose(query[:, :, 0], known, limits, resident[:, :complete])
+        decision = choose(query[:, :, 0], known, limits, resident)
         decision = decision._replace(chosen=decision.chosen[:, :complete])  # there are no more
         if selection.watch is not None:
             falls_back = selection.falls_back(decision)
-            selection.watch(Seen(self, query, mask, scale, decision, falls_back, resident[:, :complete]))
+            selection.watch(Seen(self, query, mask, scale, decision, falls_back, resident))
         return decision
 
     def _keys_of(self, pages: Ids) -> torch.Tensor:
@@ -256,6 +263,9 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         """Bring what was chosen; its columns [rows, n]."""
         block, counts = self.block, self.selection.counts
         columns = decision.chosen
+        for part, means in ((columns, True), (decision.ahead, True), (decision.victims, False)):
+            row, at = np.nonzero(part >= 0)
+            self._meant[row, part[row, at]] = means
         wanted = np.unique(np.take_along_axis(block.pages, columns, 1))
         counts.chosen += columns.size
         victims = decision.victims
@@ -310,3 +320,13 @@ class ChosenLayer(PagedLayer):  # type: ignore[no-untyped-call]
         if found is None:
             return inside
         return found & inside if found.dtype == torch.bool else found.masked_fill(~inside, torch.finfo(found.dtype).min)
+
+
+def with_room(flags: NDArray[np.bool_], rows: int, room: int) -> NDArray[np.bool_]:
+    """The same with room for so many pages; what is new is False."""
+    if flags.shape == (rows, room):
+        return flags
+    found = np.zeros((rows, room), np.bool_)
+    if len(flags) == rows:
+        found[:, : flags.shape[1]] = flags[:, :room]
+    return found

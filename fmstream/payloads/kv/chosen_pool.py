@@ -53,7 +53,7 @@ class ChosenPool(Pool):
 
     def passing_frames(self) -> int:
         """Half of them: one part comes while another is copied."""
-        return max(1, self.transit_frames() // 2)
+        return max(1, min(self.frames.num_frames, self.transit_frames() // 2))
 
     def quota(self, rows: int) -> int:
         """Complete pages that each row of a layer which chooses may keep in frames."""

@@ -59,6 +59,8 @@ class LayerDigests:
         self.count += num_pages
 
     def _make_room(self, keys: torch.Tensor, wanted: int) -> None:
+        if not self.count:
+            self.clear()  # there may be other sequences now
         old = self.centre
         if old is not None and old.shape[2] >= wanted:
             return
