@@ -51,7 +51,7 @@ class Work:
 
 
 DEPTHS: Final = (0.1, 0.3, 0.5, 0.7, 0.9)
-QUICK: Final = Work((44,), (0.1, 0.5, 0.9), (0.5,), 1024, 16)
+QUICK: Final = Work((44,), (0.1, 0.7), (0.7,), 1024, 16)
 FULL: Final = Work((44, 88, 168), DEPTHS, DEPTHS, 2048, 256)
 
 
