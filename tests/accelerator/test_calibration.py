@@ -73,7 +73,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["", 3])
 def test_the_option_is_checked(value: Any) -> None:
-    with pytest.raises(ConfigError, match="name a file that fmstream bandwidth"):
+    with pytest.raises(ConfigError, match="name one that fmstream bandwidth"):
         fmstream.StreamConfig(calibration=value)
 
 
