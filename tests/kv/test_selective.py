@@ -19,7 +19,7 @@ import fmstream
 from fmstream import PagedCache, Report, emulator
 from fmstream.emulator.backlog import Execution
 from fmstream.errors import ConfigError
-from fmstream.payloads.kv.choosing import Selection
+from fmstream.payloads.kv.choosing import Seen, Selection
 from fmstream.payloads.kv.chosen_layer import ATTENTION
 from fmstream.payloads.page_select import Digests, Limits, digest, select_with_torch
 from tests.kv.kit import ORDERS, checked, fresh, gemma, generate, llama, model_on, plain_cache, prompt, qwen, t5
@@ -395,3 +395,21 @@ def test_another_choice_can_be_put_in() -> None:
         steps(model, LONG, cache, 50)
         assert cache.statistics().selection.chosen == asked[0][1] * 2 * len(asked)
     assert asked[0] == ((1, 4, 8), asked[0][1], (2, 12))
+
+
+def test_chosen_pages_stay_while_other_layers_pass() -> None:
+    fresh("eager")
+    model, ids = model_on(llama, "cpu"), prompt(240)
+    missing = 0
+
+    def count(seen: Seen) -> None:
+        nonlocal missing
+        pages, meant = seen.decision.chosen, seen.layer._meant
+        missing += int((~np.take_along_axis(meant, pages, 1)).sum())
+
+    with checked(chosen_cache(model, 12, kv_cache_max_pages=220)) as cache, cache.selecting(model):
+        cache.selection.watch = count
+        steps(model, ids, cache, 200)
+        (pool,) = cache.pools
+        assert pool.transit_frames() < 2 * 60  # the layers that attend to everything do not fit in what is theirs
+        assert cache.statistics().selection.recalled <= missing

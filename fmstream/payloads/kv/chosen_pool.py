@@ -122,6 +122,7 @@ class ChosenPool(Pool):
     def _filled(self, count: int) -> Ids:
         """New pages in frames, of which the compute lane writes the first token next."""
         frames, table = self.frames, self.frames.table
+        self._let_stay(count)
         pages, done = frames.new(count), 0
         try:
             for _, start, length in runs(pages):
@@ -188,8 +189,23 @@ class ChosenPool(Pool):
         if surplus > 0:  # after a prefill, when layers are in frames as far as there was room
             leaving = np.concatenate([leaving, self._that_may_leave(there, wanted)[-surplus:]])
         frames.evict(leaving)
+        self._let_stay(len(missing))
         frames.recall_each(missing)
         return len(missing)
+
+    def _let_stay(self, count: int) -> None:
+        """Frames for pages that stay: if fewer are free, those of layers that attend to everything leave them."""
+        frames, table = self.frames, self.frames.table
+        owner = table.owner[: frames.first_passing]
+        short = count - int(np.count_nonzero(owner == -1))
+        if short > 0:
+            passes = np.zeros(table.num_pages, np.bool_)
+            for block in self.layers:
+                if block not in self.choosing:
+                    passes[block.pages] = True
+            found = owner[owner >= 0]
+            found = found[passes[found] & (table.state[found] == RESIDENT) & (table.pins[found] == 0)]
+            frames.evict(np.sort(found[:short]))
 
     def _that_may_leave(self, pages: Ids, staying: Ids) -> Ids:
         table, pages = self.frames.table, np.setdiff1d(pages, staying)

@@ -357,6 +357,7 @@ class Pool:
         start = -(-first * self.shape.num_bytes // ALIGNMENT) * ALIGNMENT
         self._end, self._together = self.slab.part(start, self.slab.num_bytes - start), None
         self._end_pages = wanted
+        self._reserve(self.layers[self.current])
 
     def _give_end_back(self) -> None:
         """All pages are frames again, unless somebody still looks at the keys or values of a layer."""
