@@ -81,7 +81,12 @@ class Contender:
 def _exact(config: Any, shape: Shape, sequences: int) -> Any:
     page = PageShape(PAGE_TOKENS, shape.kv_heads, shape.head_dim, shape.head_dim, torch.bfloat16)
     pages = int(POOL_SHARE * sequences * shape.kv_bytes) // page.num_bytes
-    return PagedCache(config, pages, page_tokens=PAGE_TOKENS)
+    return PagedCache(config, pages, page_tokens=PAGE_TOKENS, pack_pages=_all_fit)
+
+
+def _all_fit(pages: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Packs nothing, for there are no values: of a real model all pages fit (`kv_quality`'s ``packed``)."""
+    return torch.ones(len(pages), dtype=torch.bool)
 
 
 def _selective(config: Any, shape: Shape, sequences: int) -> Any:

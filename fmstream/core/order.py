@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 
 class Lane(IntEnum):
-    """Work that goes on in an order of its own: the user's computing, copies to the device, copies from it."""
+    """Work that goes on in an order of its own: the user's computing, copies to the device, copies from it, and
+    unpacking what came."""
 
     COMPUTE = 0
     IN = 1
     OUT = 2
+    UNPACK = 3
 
 
 class Order(Protocol):

@@ -94,7 +94,7 @@ class DirectLanes:
 
 
 class StreamLanes:
-    """An accelerator: the user's present stream, one stream for copies to it and one for copies from it."""
+    """An accelerator: the user's present stream, and one stream each for copies to it, from it, and for unpacking."""
 
     def __init__(self, device: Accelerator) -> None:
         self.torch_device = device.torch_device
@@ -102,6 +102,7 @@ class StreamLanes:
         self._streams: list[Stream] = [
             device.current_stream(),
             device.copies,
+            device.module.Stream(device=device.torch_device),
             device.module.Stream(device=device.torch_device),
         ]
         self._made: list[list[int]] = [[] for _ in Lane]
@@ -115,8 +116,8 @@ class StreamLanes:
         assert isinstance(slab, DeviceSlab)
         for stream in self._streams:
             slab.used_on(stream)
-        out = self._streams[Lane.OUT]
-        self._device.wait(self._device.mark(), out)
+        for lane in (Lane.OUT, Lane.UNPACK):
+            self._device.wait(self._device.mark(), self._streams[lane])
         return slab
 
     def block(self, num_bytes: int) -> HostBlock:
@@ -174,7 +175,7 @@ class StreamLanes:
 
     def settle(self) -> None:
         """Let the host wait for every copy."""
-        for lane in (Lane.IN, Lane.OUT):
+        for lane in (Lane.IN, Lane.OUT, Lane.UNPACK):
             self._streams[lane].synchronize()
 
     def picking(self, tensor: torch.Tensor, rows: Iterable[int]) -> AbstractContextManager[None]:

@@ -18,11 +18,11 @@ from fmstream.device.opening import open_device
 from fmstream.payloads.kv.choosing import Desk
 from fmstream.payloads.kv.frames import Frames
 from fmstream.payloads.kv.hits import measuring
+from fmstream.payloads.kv.hostpages import HostPages
 from fmstream.payloads.kv.pool import Pool
-from fmstream.payloads.kv.tiers import Tiers
 from tests.kv.kit import llama, model_on, prompt
 
-COMPUTE, IN, OUT = Lane
+COMPUTE, IN, OUT, UNPACK = Lane
 FRAMES, HOMES = "frames", "homes"
 
 
@@ -54,7 +54,7 @@ def without_wait(what: str, lane: Lane, other: Lane) -> Iterator[None]:
 
     with (
         replaced(Frames, "__init__", named(FRAMES, "_places")),
-        replaced(Tiers, "__init__", named(HOMES, "_places")),
+        replaced(HostPages, "__init__", named(HOMES, "places")),
         replaced(Places, "_claim", make),
     ):
         yield

@@ -17,14 +17,16 @@ from fmstream.device.lanes import Lanes
 from fmstream.errors import StreamError
 from fmstream.payloads.kv.blocks import Ids, first_set, longest, runs, steps
 from fmstream.payloads.kv.filereads import Reading
-from fmstream.payloads.kv.tiers import FILE, Tiers
+from fmstream.payloads.kv.packing import Packer
+from fmstream.payloads.kv.tiers import FILE, PACKED, Tiers
 
 
 @dataclass(slots=True)
 class PageCounts:
-    """Pages that were recalled, written home, and dropped because a good copy was at home."""
+    """Pages that were recalled and in how many bytes, written home, and dropped because a good copy was at home."""
 
     recalled: int = 0
+    recalled_bytes: int = 0
     spilled: int = 0
     dropped: int = 0
 
@@ -52,6 +54,7 @@ class Frames:
         memory: the frames, uint8 [n, page_bytes].
         num_frames: frames that may be used, from the first.
         make_room: asked to let so many pages leave their frames; how many did.
+        packer: packs pages that are home; None where they stay as they are.
         first_passing: the first frame that pages pass through; those before are for pages that stay, unless
         has_spare: more of these are there than pages that will come to stay.
     """
@@ -62,6 +65,7 @@ class Frames:
         self.memory = memory
         self.num_frames = len(memory)
         self.make_room = make_room
+        self.packer: Packer | None = None
         self.table = PageTable(0, self.num_frames)
         self.refs = np.zeros(0, np.int32)
         self.counts = PageCounts()
@@ -208,6 +212,7 @@ class Frames:
     def _spill(self, start: int, count: int) -> None:
         """Write resident pages of consecutive numbers home."""
         table, end = self.table, start + count
+        self._give_packed(start, count)
         while start < end:
             frame, home = int(table.frame[start]), int(table.home[start])
             count = steps(table.frame[start:end])
@@ -228,10 +233,21 @@ class Frames:
                 raise
             table.spill(start, count)
             table.home[start : start + count] = np.arange(home, home + count)
-            self._spilling.append((start, count, self.lanes.upcoming(Lane.OUT)))
+            point = self.lanes.upcoming(Lane.OUT)
+            self._spilling.append((start, count, point))
             self.lanes.point(Lane.OUT)
+            if self.packer is not None and home < PACKED:
+                self.packer.written(start, count, point)
             self.counts.spilled += count
             start += count
+
+    def _give_packed(self, start: int, count: int) -> None:
+        """Let none of some pages have a packed home: they have changed since, and are written as they are."""
+        homes = self.table.home[start : start + count]
+        packed = (homes >= PACKED) & (homes < FILE)
+        for _, home, number in runs(homes[packed]):
+            self.tiers.give(home, number)
+        homes[packed] = -1
 
     def _hand_over(self, spilling: tuple[int, int, int]) -> None:
         """The frames of pages that are being written home are free: whoever takes one waits for the copy."""
@@ -249,11 +265,13 @@ class Frames:
             self._hand_over_all()
 
     def retire(self) -> None:
-        """Free the frames of pages that have come home, and enqueue the copies of those that were read."""
+        """Free the frames of pages that have come home, enqueue the copies of those that were read, and pack some."""
         while self._spilling and self.lanes.has_passed(Lane.OUT, self._spilling[0][2]):
             self._hand_over(self._spilling.pop(0))
         for coming in [coming for coming in self._coming if self.tiers.reads.is_read(coming.reading)]:
             self._bring(coming)
+        if self.packer is not None:
+            self.packer.work()
 
     def give_up(self, first: int) -> None:
         """Use only the frames before ``first`` from now on; the compute lane may write to the others."""
@@ -313,11 +331,20 @@ class Frames:
             reading = self.tiers.reads.begin(home - FILE, count)
             assert reading.count == count
             self._coming.append(_Coming(start, count, frame, reading))
+        elif home >= PACKED:
+            assert self.packer is not None
+            target = self.memory[frame : frame + count]
+            self.packer.bring(home, target, lambda at, number: self.claim(Lane.UNPACK, frame + at, number))
+            self._count_recalled(count, self.packer.packed_bytes)
         else:
             self.claim(Lane.IN, frame, count)
             self.tiers.read(home, self.memory[frame : frame + count])
-            self.counts.recalled += count
+            self._count_recalled(count, self.tiers.page_bytes)
         self.table.load(start, count, frame)
+
+    def _count_recalled(self, count: int, page_bytes: int) -> None:
+        self.counts.recalled += count
+        self.counts.recalled_bytes += count * page_bytes
 
     def copy_home(self, home: int, target: torch.Tensor) -> int:
         """Enqueue copies of pages from consecutive homes to memory that is no frame; of how many of them."""
@@ -362,7 +389,7 @@ class Frames:
         self.claim(Lane.IN, frame, count)
         self.tiers.reads.land(coming.reading, self.memory[frame : frame + count])
         self.lanes.point(Lane.IN)
-        self.counts.recalled += count
+        self._count_recalled(count, self.tiers.page_bytes)
         self._coming.remove(coming)
 
     def land(self, pages: Ids) -> None:
@@ -444,7 +471,7 @@ class Frames:
         nowhere = (refs > 0) & (self.table.state == ABSENT) & (self.table.home < 0)
         assert not nowhere.any(), f"page {int(np.argmax(nowhere))} lies nowhere"
         assert int(np.count_nonzero(refs)) + self._free_ids.num_free == self.table.num_pages
-        homes = self.table.home[self.table.home >= 0]
-        assert len(np.unique(homes)) == len(homes) == sum(self.tiers.counts()[:2]), "homes do not add up"
+        homes, tiers = self.table.home[self.table.home >= 0], self.tiers.counts()
+        assert len(np.unique(homes)) == len(homes) == tiers.host_pages + tiers.file_pages, "homes do not add up"
         assert not (self.table.owner[self.num_frames :] >= 0).any(), "a page lies where layers are put together"
         assert not self.table.pins.any(), "a page is still pinned"

@@ -97,7 +97,7 @@ class GenerateSeam:
         made, self._moves = self._moves, []
         if made:
             moves = [move for cache in made for move in cache]
-            recalled = sum(move.page_bytes * move.pages.recalled for move in moves)
+            recalled = sum(move.pages.recalled_bytes for move in moves)
             spilled = sum(move.page_bytes * move.pages.spilled for move in moves)
             self._note(
                 f"keys and values lay in pages in {len(made)} caches: {recalled} bytes of them were recalled to the "

@@ -18,6 +18,7 @@ from fmstream.errors import MemoryBudgetError
 from fmstream.payloads.kv import residency
 from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
 from fmstream.payloads.kv.frames import Frames
+from fmstream.payloads.kv.packing import Packer, Packing
 from fmstream.payloads.kv.residency import Kind
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.sharing import Sharing
@@ -55,6 +56,7 @@ class Pool:
         tiers: where pages go that leave their frames; closed with the pool.
         num_layers: how many layers will be in it.
         max_pages: its size in pages; one frame more is taken, through which pages come where a layer fills the pool.
+        packing: how pages are packed that lie in host memory; None leaves them as they are.
 
     Raises:
         MemoryBudgetError: the device has no room for so many pages.
@@ -62,7 +64,15 @@ class Pool:
 
     stride = 1
 
-    def __init__(self, lanes: Lanes, shape: PageShape, tiers: Tiers, num_layers: int, max_pages: int) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        shape: PageShape,
+        tiers: Tiers,
+        num_layers: int,
+        max_pages: int,
+        packing: Packing | None = None,
+    ) -> None:
         self.shape = shape
         self.lanes = lanes
         self._num_layers = num_layers
@@ -85,6 +95,8 @@ class Pool:
         # Weakly: a cycle would leave memory taken until the next collection.
         room = weakref.WeakMethod(self._make_room)
         self.frames = Frames(lanes, self.tiers, self._take_memory(max_pages), lambda wanted: _called(room, wanted))
+        if packing is not None:
+            self.frames.packer = Packer(lanes, tiers, self.frames.table, packing, max_pages)
 
     def _take_memory(self, max_pages: int) -> torch.Tensor:
         """Allocate the slab; its frames, uint8 [n, page_bytes]."""
@@ -404,6 +416,12 @@ class Pool:
         """Verify the laws of pages, references and homes."""
         tables = [block.pages.ravel() for block in self.layers]
         self.frames.check(np.concatenate(tables) if tables else np.empty(0, np.int32))
+
+    @property
+    def device_bytes(self) -> int:
+        """Fast memory that is taken."""
+        packer = self.frames.packer
+        return self.slab.num_bytes + (packer.device_bytes if packer is not None else 0)
 
     def close(self) -> None:
         """Give host memory and the file back; the frames go with the last tensor over them.  May be called again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
@@ -16,6 +15,7 @@ from fmstream.device.pagefile import PageFile
 from fmstream.errors import MemoryBudgetError, StreamError
 from fmstream.payloads import budget
 from fmstream.payloads.kv.filereads import FileReads
+from fmstream.payloads.kv.hostpages import HostPages
 
 SMALLEST_BLOCK_BYTES: Final = 1 << 20
 LARGEST_BLOCK_BYTES: Final = 256 << 20
@@ -26,36 +26,34 @@ TRANSIT_PAGES: Final = 8
 """and in pages."""
 FLOOR_SHARE: Final = 0.05
 """Part of the host memory that is free at first, within the limits of the control groups, which is left free."""
+PACKED: Final = 1 << 39
+"""Homes from this number on are packed pages in host memory,"""
 FILE: Final = 1 << 40
-"""Homes from this number on are pages of the file."""
+"""and from this number on pages of the file."""
 
 
 class TierCounts(NamedTuple):
-    """Pages by tier, and bytes that went between host memory and the file."""
+    """Pages by tier, those in host memory that are packed among them, and bytes that went between host and file."""
 
     host_pages: int
+    packed_pages: int
     file_pages: int
     host_bytes: int
     file_written_bytes: int
     file_read_bytes: int
 
 
-class _Block(NamedTuple):
-    first: int
-    num_pages: int
-    memory: HostBlock
-
-
 class Tiers:
-    """Homes of pages of one size: a home below `FILE` is a place in host memory, one from there on a page of the file.
+    """Homes of pages of one size: those below `FILE` are places in host memory, those from there on pages of the file.
 
-    Pages stay where they were put first: a cache is read in full at every step, so that no page is hotter than another.
+    Pages stay in the tier that they were put in first: a cache is read in full at every step, so that no page is hotter
+    than another.
     Copies are enqueued on the lanes; the host waits for what goes to the file, and for what comes from it only where it
     is needed before a worker has read it.
 
     Args:
         page_bytes: size of a page.
-        host_bytes: host memory that may be taken; None leaves only the floor.
+        host_limit: bytes of host memory that may be taken; None leaves only the floor.
         spill_dir: folder of the file; None does without.
         note: takes a sentence for the user.
     """
@@ -64,26 +62,27 @@ class Tiers:
         self,
         lanes: Lanes,
         page_bytes: int,
-        host_bytes: int | None,
+        host_limit: int | None,
         spill_dir: str | os.PathLike[str] | None,
         note: Callable[[str], None],
     ) -> None:
         self.page_bytes = page_bytes
         self._lanes = lanes
-        self._host_bytes = host_bytes
+        self.host_limit = host_limit
         self._spill_dir = spill_dir
         self._note = note
-        self._blocks: list[_Block] = []
-        self._starts: list[int] = []
-        self._free = FreeRuns()
-        self._places = Places(0, lanes)
+        self.host = HostPages(lanes, page_bytes)
+        self.packed: HostPages | None = None
+        """Packed pages, where there are any."""
+        self.make_room: Callable[[bool], None] | None = None
+        """Asked to free places in host memory before more of it is taken; with True before the file is used."""
         self._file: PageFile | None = None
         self._file_free = FreeRuns()
         self._file_pages = 0
         self._transit: HostBlock | None = None
         self._transit_places = Places(0, lanes)
         self._transit_next = 0
-        self._host_used = self._file_used = 0
+        self._file_used = 0
         self._reads: FileReads | None = None
         self._written = 0
         self._told = False
@@ -97,11 +96,11 @@ class Tiers:
         Raises:
             MemoryBudgetError: neither tier has room.
         """
-        found = self._free.take(wanted)
-        if found is None and self._add_block(wanted):
-            found = self._free.take(wanted)
+        found = self.host.take(wanted) or self._take_freed(wanted, is_pressing=False)
+        if found is None and self.grow(self.host, wanted):
+            found = self.host.take(wanted)
+        found = found or self._take_freed(wanted, is_pressing=True)
         if found is not None:
-            self._host_used += found[1]
             return found
         if self._spill_dir is None:
             raise MemoryBudgetError(self._full("there is no file tier"))
@@ -112,38 +111,43 @@ class Tiers:
         self._file_used += found[1]
         return FILE + found[0], found[1]
 
+    def _take_freed(self, wanted: int, *, is_pressing: bool) -> tuple[int, int] | None:
+        if self.make_room is None:
+            return None
+        self.make_room(is_pressing)
+        return self.host.take(wanted)
+
     def give(self, home: int, count: int) -> None:
         """Forget what lies in consecutive homes."""
         if home >= FILE:
             self._file_free.give(home - FILE, count)
             self._file_used -= count
+        elif home >= PACKED:
+            assert self.packed is not None
+            self.packed.give(home - PACKED, count)
         else:
-            self._free.give(home, count)
-            self._host_used -= count
+            self.host.give(home, count)
 
-    def _add_block(self, wanted: int) -> bool:
-        """Take more host memory, if the limit and the floor allow a page of it."""
-        taken = sum(block.memory.num_bytes for block in self._blocks)
+    def grow(self, pages: HostPages, wanted: int) -> bool:
+        """Take more host memory for pages, if the limit and the floor allow one of them."""
+        taken = self._host_taken()
         left = budget.available_bytes() - self._floor
-        if self._host_bytes is not None:
-            left = min(left, self._host_bytes - taken)
-        size = min(max(taken, SMALLEST_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
-        num_pages = min(left, max(size, wanted * self.page_bytes)) // self.page_bytes
+        if self.host_limit is not None:
+            left = min(left, self.host_limit - taken)
+        size = min(max(pages.num_bytes, SMALLEST_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
+        num_pages = min(left, max(size, wanted * pages.page_bytes)) // pages.page_bytes
         if num_pages < 1:
             return False
-        memory = self._lanes.block(num_pages * self.page_bytes)
+        memory = pages.add(num_pages)
         if not memory.pinned:
             self._tell(
                 f"the system refused to pin {memory.num_bytes} bytes for KV pages: they are copied from pageable "
                 "memory, which is slower and lets the host wait (raise the limit of locked memory)"
             )
-        # A number is left out between blocks, so that no run goes from one to the next.
-        first = self._blocks[-1].first + self._blocks[-1].num_pages + 1 if self._blocks else 0
-        self._places.grow(first + num_pages)
-        self._blocks.append(_Block(first, num_pages, memory))
-        self._starts.append(first)
-        self._free.give(first, num_pages)
         return True
+
+    def _host_taken(self) -> int:
+        return self.host.num_bytes + (self.packed.num_bytes if self.packed is not None else 0)
 
     def _tell(self, sentence: str) -> None:
         if not self._told:
@@ -151,8 +155,8 @@ class Tiers:
             self._note(sentence)
 
     def _full(self, last: str) -> str:
-        taken = sum(block.num_pages for block in self._blocks) * self.page_bytes
-        limit = "all but its floor" if self._host_bytes is None else f"{self._host_bytes} bytes"
+        taken = self._host_taken()
+        limit = "all but its floor" if self.host_limit is None else f"{self.host_limit} bytes"
         return (
             f"no room for another page of {self.page_bytes} bytes of keys and values: the frames on "
             f"{self._lanes.torch_device} are all in use, the host tier holds {taken} bytes of {limit}, and {last}: "
@@ -164,10 +168,10 @@ class Tiers:
     def write(self, source: torch.Tensor, home: int) -> None:
         """Enqueue pages, uint8 [n, page_bytes] on the device, to consecutive homes (lane OUT)."""
         if home < FILE:
-            place, target = self._host(home, source.shape[0])
-            self._places.claim(Lane.OUT, place, source.shape[0])
+            assert home < PACKED, f"home {home} holds a packed page"
+            self.host.places.claim(Lane.OUT, home, source.shape[0])
             with self._lanes.on(Lane.OUT):
-                target.copy_(source, non_blocking=True)
+                self.host.rows(home, source.shape[0]).copy_(source, non_blocking=True)
             return
         for at, count, place, rows, address in self._in_transit(source.shape[0]):
             self._transit_places.claim(Lane.OUT, place, count)
@@ -186,7 +190,7 @@ class Tiers:
             self._written += count * self.page_bytes
 
     def read(self, home: int, target: torch.Tensor) -> None:
-        """Enqueue pages from consecutive homes to uint8 [n, page_bytes] on the device (lane IN).
+        """Enqueue pages from consecutive homes to uint8 [n, page_bytes] on the device (lane IN); none is packed.
 
         The host waits for those in the file; `reads` lets it go on.
         """
@@ -198,10 +202,10 @@ class Tiers:
                 with self._lanes.on(Lane.IN):
                     target[at : at + count].copy_(rows, non_blocking=True)
             return
-        place, source = self._host(home, target.shape[0])
-        self._places.claim(Lane.IN, place, target.shape[0])
+        assert home < PACKED, f"home {home} holds a packed page"
+        self.host.places.claim(Lane.IN, home, target.shape[0])
         with self._lanes.on(Lane.IN):
-            target.copy_(source, non_blocking=True)
+            target.copy_(self.host.rows(home, target.shape[0]), non_blocking=True)
 
     @property
     def reads(self) -> FileReads:
@@ -209,11 +213,6 @@ class Tiers:
         if self._reads is None:
             self._reads = FileReads(self._lanes, self.page_bytes, self._open())
         return self._reads
-
-    def _host(self, home: int, count: int) -> tuple[int, torch.Tensor]:
-        block = self._blocks[bisect.bisect(self._starts, home) - 1]
-        at = (home - block.first) * self.page_bytes
-        return home, block.memory.tensor[at : at + count * self.page_bytes].view(count, self.page_bytes)
 
     def _in_transit(self, num_pages: int) -> Iterator[tuple[int, int, int, torch.Tensor, int]]:
         """Cut pages into what transit takes at once: (first, count, place, rows of host memory, their address)."""
@@ -242,23 +241,28 @@ class Tiers:
 
     def counts(self) -> TierCounts:
         """What the tiers hold now."""
-        host_bytes = sum(block.memory.num_bytes for block in self._blocks)
+        packed = self.packed.num_used if self.packed is not None else 0
         read = self._reads.num_bytes if self._reads is not None else 0
-        return TierCounts(self._host_used, self._file_used, host_bytes, self._written, read)
+        host_pages = self.host.num_used + packed
+        return TierCounts(host_pages, packed, self._file_used, self._host_taken(), self._written, read)
 
     def check(self) -> None:
         """Verify that free and used homes add up."""
-        assert self._free.num_free + self._host_used == sum(block.num_pages for block in self._blocks)
+        self.host.check()
+        if self.packed is not None:
+            self.packed.check()
         assert self._file_free.num_free + self._file_used == self._file_pages
 
     def close(self) -> None:
         """Give everything back once no copy uses it; may be called again."""
         self._lanes.settle()
-        blocks, self._blocks = [block.memory for block in self._blocks], []
+        self.make_room = None  # whoever makes room knows these tiers
+        self.host.close()
+        if self.packed is not None:
+            self.packed.close()
         transit, self._transit = self._transit, None
-        for memory in [*blocks, *([transit] if transit is not None else [])]:
-            self._lanes.free(memory)
-        self._starts.clear()
+        if transit is not None:
+            self._lanes.free(transit)
         if self._reads is not None:
             self._reads.close()
         if self._file is not None:
