@@ -59,9 +59,22 @@ def unpack_pages(packed: torch.Tensor, pages: torch.Tensor) -> None:
 def why_not_unpacked(device: torch.device, elements: int) -> str | None:
     """Why a device cannot unpack pages of so many elements; None if it can.  On a card this builds the kernel, once."""
     if device.type != "cuda":
-        return None
+        return _try(device)
     found = _kernel(torch.cuda.current_device() if device.index is None else device.index, elements)
     return found if isinstance(found, str) else None
+
+
+@cache
+def _try(device: torch.device) -> str | None:
+    """The same of a device that runs other operators of ours, or does not."""
+    elements = 512
+    size = packed_bytes(torch.bfloat16, elements)
+    assert size is not None
+    try:
+        unpack_pages(*(torch.zeros((1, num), dtype=torch.uint8, device=device) for num in (size, 2 * elements)))
+    except NotImplementedError:
+        return f"there is none for {device.type!r}"
+    return None
 
 
 @cache

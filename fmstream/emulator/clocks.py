@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 VectorClock = dict[int, int]
+Stretch = tuple[float, float]
+"""From when to when."""
 
 HOST: Final = -1
 """The host as an actor.  All its threads are one: in what order they came to call is taken as they left it."""
@@ -84,32 +86,39 @@ class Mark:
 class Lane:
     """Something that does one thing at a time: the compute engine, a copy engine, a disk.
 
-    Work is placed at the first idle stretch that holds it, so that what waits for an event does not hold up what was
-    enqueued later on another stream.
+    Work is placed in idle stretches where there are any, so that what waits for an event does not hold up what was
+    enqueued later on another stream.  A copy takes the first that holds it.  What is ``divisible`` takes them as they
+    come: kernels of several streams run side by side, so that a long one does not wait until short ones leave it room.
     """
 
-    __slots__ = ("busy", "free", "gaps", "name")
+    __slots__ = ("busy", "divisible", "free", "gaps", "name")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, divisible: bool = False) -> None:
         self.name = name
+        self.divisible = divisible
         self.busy = 0.0
         self.free = 0.0
-        self.gaps: list[tuple[float, float]] = []
+        self.gaps: list[Stretch] = []
 
-    def occupy(self, ready: float, seconds: float) -> float:
-        """Take the lane for ``seconds``, not before ``ready``; the start."""
+    def occupy(self, ready: float, seconds: float) -> list[Stretch]:
+        """Take the lane for ``seconds``, not before ``ready``; from when to when, in pieces if it is divisible."""
         self.busy += seconds
         start = self.free
+        taken: list[Stretch] = []
         if ready >= start:
             if ready > start:
                 self._leave_gap(start, ready)
             start = ready
         elif self.gaps and self.gaps[-1][1] > ready:
-            filled = self._fill(ready, seconds)
-            if filled is not None:
-                return filled
-        self.free = start + seconds
-        return start
+            if self.divisible:
+                taken = self._fill_each(ready, seconds)
+                seconds -= sum(end - begin for begin, end in taken)
+            elif (begin := self._fill(ready, seconds)) is not None:
+                return [(begin, begin + seconds)]
+        if seconds > 0 or not taken:
+            self.free = start + seconds
+            taken.append((start, start + seconds))
+        return taken
 
     def _leave_gap(self, start: float, end: float) -> None:
         self.gaps.append((start, end))
@@ -121,6 +130,22 @@ class Lane:
             start = max(low, ready)
             end = start + seconds
             if end <= high:
-                self.gaps[index : index + 1] = [gap for gap in ((low, start), (end, high)) if gap[0] < gap[1]]
+                self._cut(index, start, end)
                 return start
         return None
+
+    def _fill_each(self, ready: float, seconds: float) -> list[Stretch]:
+        taken: list[Stretch] = []
+        for low, high in [gap for gap in self.gaps if gap[1] > ready]:
+            start = max(low, ready)
+            end = min(high, start + seconds)
+            self._cut(self.gaps.index((low, high)), start, end)
+            taken.append((start, end))
+            seconds -= end - start
+            if seconds <= 0:
+                break
+        return taken
+
+    def _cut(self, index: int, start: float, end: float) -> None:
+        low, high = self.gaps[index]
+        self.gaps[index : index + 1] = [gap for gap in ((low, start), (end, high)) if gap[0] < gap[1]]

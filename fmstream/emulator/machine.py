@@ -113,7 +113,7 @@ class Machine:
         self._checker = Checker(check)
         self.streams = [Stream(0)]
         self._num_asked = 0
-        self._engines = {name: Lane(name) for name in DEVICE_LANES}
+        self._engines = {name: Lane(name, divisible=name == "compute") for name in DEVICE_LANES}
         self._host_lanes: dict[str, Lane] = {}
         self._host_clock: VectorClock = {HOST: 0}
         self._host_version = 1
@@ -209,8 +209,8 @@ class Machine:
             tick = clock[stream] = clock.get(stream, 0) + 1
             if self._inspector is not None:
                 self._inspector.look(reads, writes, stream, tick, name, clock)
-            start = engine.occupy(max(thread.seconds, target.ready(lane)), seconds)
-            end = start + seconds
+            taken = engine.occupy(max(thread.seconds, target.ready(lane)), seconds)
+            end = taken[-1][1]
             target.finish(lane, end, seen_seconds)
             unfinished.append(end)
             if lane == "compute":
@@ -219,7 +219,7 @@ class Machine:
             else:
                 num_bytes = self._count_copy(lane, reads, writes, num_bytes)
             if self._timeline is not None:
-                self._timeline.append((lane, name, start, end, num_bytes))
+                self._timeline.extend((lane, name, *stretch, num_bytes) for stretch in taken)
             seen = target.seconds
             if run is not None:
                 self._backlog.add(stream, tick, clock, run)
@@ -382,9 +382,9 @@ class Machine:
 
     def _occupy(self, lane: Lane, ready: float, seconds: float, name: str, num_bytes: int) -> tuple[float, float]:
         with self._lock:
-            start = lane.occupy(ready, seconds)
-            self._note(lane.name, name, start, start + seconds, num_bytes)
-            return start, start + seconds
+            start, end = lane.occupy(ready, seconds)[0]
+            self._note(lane.name, name, start, end, num_bytes)
+            return start, end
 
     def _count_copy(self, lane: str, reads: Sequence[Span], writes: Sequence[Span], num_bytes: int | None) -> int:
         self._num_copies += 1

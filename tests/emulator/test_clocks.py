@@ -275,18 +275,32 @@ def test_an_option_that_cannot_be_used_is_refused(option: str, value: object) ->
     st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 9)),
         max_size=60,
-    )
+    ),
+    st.booleans(),
 )
-def test_a_lane_does_one_thing_at_a_time_and_nothing_before_it_is_ready(asked: list[tuple[int, int]]) -> None:
-    lane = Lane("any")
+def test_a_lane_does_one_thing_at_a_time_and_nothing_before_it_is_ready(
+    asked: list[tuple[int, int]], divisible: bool
+) -> None:
+    lane = Lane("any", divisible=divisible)
     taken = []
     for ready, seconds in asked:
-        start = lane.occupy(float(ready), float(seconds))
-        assert start >= ready
+        pieces = lane.occupy(float(ready), float(seconds))
+        assert pieces[0][0] >= ready
+        assert sum(end - start for start, end in pieces) == seconds
+        assert divisible or len(pieces) == 1
         if seconds:
-            taken.append((start, start + seconds))
+            taken += pieces
     assert lane.busy == sum(seconds for _, seconds in asked)
     assert all(one[1] <= two[0] for one, two in pairwise(sorted(taken)))
+
+
+def test_a_long_kernel_runs_beside_short_ones_of_another_stream() -> None:
+    lane, copies = Lane("compute", divisible=True), Lane("copy in")
+    for each in (lane, copies):
+        for ready in (2.0, 4.0, 6.0):
+            each.occupy(ready, 1.0)
+    assert lane.occupy(1.0, 3.0) == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    assert copies.occupy(1.0, 3.0) == [(7.0, 10.0)]
 
 
 class Deeds:

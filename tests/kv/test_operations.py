@@ -42,11 +42,13 @@ OPERATIONS = (
 class Twins:
     """Caches in one pool, each beside tensors that hold the same."""
 
+    tokens, dim, element_bytes = TOKENS, DIM, 4
+
     def __init__(self, device: str, pages: int, folder: Any, host_pages: int) -> None:
         self.device = device
         self.pages = pages
-        page_bytes = 2 * HEADS * DIM * TOKENS * 4
-        first = PagedCache(CONFIG, pages, page_tokens=TOKENS, kv_host_memory=host_pages * page_bytes, spill_dir=folder)
+        host_bytes = host_pages * 2 * HEADS * self.dim * self.tokens * self.element_bytes
+        first = PagedCache(CONFIG, pages, page_tokens=self.tokens, kv_host_memory=host_bytes, spill_dir=folder)
         self.pairs: list[tuple[PagedCache, list[Tensor | None]]] = [(first, [None] * LAYERS)]
         self.number = 0.0
 
@@ -111,7 +113,7 @@ class Twins:
 
     def choose(self, cache: PagedCache, held: list[Tensor | None], name: str, rows: int, choose: Any) -> None:
         if name == "repeat":
-            if rows * 2 > MAX_ROWS or rows * 2 * -(-held[0].shape[2] // TOKENS) > self.pages:
+            if rows * 2 > MAX_ROWS or rows * 2 * -(-held[0].shape[2] // self.tokens) > self.pages:
                 return
             cache.batch_repeat_interleave(2)
             held[:] = [tensor.repeat_interleave(2, 0) for tensor in held]
@@ -207,6 +209,6 @@ def test_many_operations_move_pages_through_all_tiers_and_leave_nothing(tmp_path
     twins.close()
     moved = twins.moved
     assert min(moved.recalled_bytes, moved.spilled_bytes, moved.file_read_bytes, moved.file_written_bytes) > 0
-    assert pool.tiers.counts()[:2] == (0, 0)
+    assert pool.tiers.counts()[:3] == (0, 0, 0)
     assert pool.frames.table.counts().free == pool.frames.table.num_frames
     assert not pool.frames.refs.any()

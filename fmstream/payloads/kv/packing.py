@@ -23,10 +23,12 @@ from fmstream.payloads.kv.blocks import Ids, runs
 from fmstream.payloads.kv.hostpages import HostPages
 from fmstream.payloads.kv.tiers import PACKED, Tiers
 
-RING_BYTES: Final = 8 << 20
-"""Fast memory through which packed pages come, in two halves: one is unpacked while the other is filled;"""
+RING_BYTES: Final = 64 << 20
+"""Fast memory through which packed pages come: enough for what the link brings while a long kernel is in the way,"""
 RING_SHARE: Final = 1 / 32
-"""it is no more than this part of the pool, but two pages."""
+"""but no more than this part of the pool, and two pages at least."""
+CHUNK_BYTES: Final = 4 << 20
+"""Copied at once; what came is unpacked meanwhile."""
 STEP_BYTES: Final = 16 << 20
 """Packed at once, so that no layer's turn takes the host long: some milliseconds."""
 WAITING_BYTES: Final = 256 << 20
@@ -70,6 +72,7 @@ class Packer:
         self._ring: torch.Tensor | None = None
         self._has_no_ring = False
         self._places = Places(self._num_places, lanes)
+        self._chunk = max(1, min(CHUNK_BYTES // packing.packed_bytes, self._num_places // 2))
         self._next = 0
         self._waiting: deque[_Waiting] = deque()
         self._num_waiting = 0
@@ -175,10 +178,9 @@ class Packer:
         """
         assert self._ring is not None
         first, at = home - PACKED, 0
-        half = self._num_places // 2
         while at < len(target):
             place = self._next % self._num_places
-            count = min(half, self._num_places - place, len(target) - at)
+            count = min(self._chunk, self._num_places - place, len(target) - at)
             self._next = place + count
             came = self._ring[place : place + count]
             self._places.claim(Lane.IN, place, count)

@@ -19,7 +19,9 @@ from fmstream.payloads.kv.hostpages import HostPages
 
 SMALLEST_BLOCK_BYTES: Final = 1 << 20
 LARGEST_BLOCK_BYTES: Final = 256 << 20
-"""Host memory is taken in blocks between these sizes, each as large as all before."""
+"""Host memory is taken in blocks between these sizes, each as large as all before,"""
+BLOCK_SHARE: Final = 1 / 4
+"""and no larger than this part of all that may be taken, unless more is needed at once."""
 TRANSIT_BYTES: Final = 8 << 20
 """Host memory through which pages go to the file, and are fetched from it at once, at most,"""
 TRANSIT_PAGES: Final = 8
@@ -130,11 +132,11 @@ class Tiers:
 
     def grow(self, pages: HostPages, wanted: int) -> bool:
         """Take more host memory for pages, if the limit and the floor allow one of them."""
-        taken = self._host_taken()
         left = budget.available_bytes() - self._floor
-        if self.host_limit is not None:
-            left = min(left, self.host_limit - taken)
         size = min(max(pages.num_bytes, SMALLEST_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
+        if self.host_limit is not None:
+            left = min(left, self.host_limit - self._host_taken())
+            size = min(size, int(self.host_limit * BLOCK_SHARE))
         num_pages = min(left, max(size, wanted * pages.page_bytes)) // pages.page_bytes
         if num_pages < 1:
             return False
