@@ -15,6 +15,7 @@ from bench.kv_decode import Decoded, Shape, decode
 from bench.kv_recall import SeededRecall
 from bench.peers.shim.patches import Patches
 from fmstream import PagedCache, emulator
+from fmstream.device.page_packing import packed_bytes
 from fmstream.emulator.cards import card
 from fmstream.emulator.checker import Check
 from fmstream.payloads.kv.shape import PageShape
@@ -34,25 +35,28 @@ BARS: Final = {
 SHARE: Final = 0.135
 """Part of the keys and values of one sequence that may be on the card, what a layer is put together in included."""
 POOL_SHARE: Final = 0.134
-"""What pools are given of it; the rest is for what a step computes with."""
+"""What pools are given of it; the rest is for what a step computes with,"""
+PACKING_SHARE: Final = 0.131
+"""and beside exact ones for what packed pages come through."""
 PAGE_TOKENS: Final = 32
 BATCH: Final = 4
 CARDS: Final = ("rtx4060", "rtx4090")
+MODES: Final = ("exact", "selective")
 SHORT: Final = 32 << 10
 LONG: Final = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A card and a context; ``batches``: the modes in which a batch decodes as well."""
+    """A card and a context; ``also``: who decodes beside those that always do."""
 
     card: str
     shape: Shape
-    batches: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
 
 FULL: Final = tuple(
-    Case(name, Shape(tokens), ("exact", "selective") if tokens == SHORT else ())
+    Case(name, Shape(tokens), ("unpacked", *MODES) if tokens == SHORT else ("unpacked",))
     for name in CARDS
     for tokens in (SHORT, LONG)
 )
@@ -78,10 +82,18 @@ class Contender:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+def _page(shape: Shape) -> PageShape:
+    return PageShape(PAGE_TOKENS, shape.kv_heads, shape.head_dim, shape.head_dim, torch.bfloat16)
+
+
 def _exact(config: Any, shape: Shape, sequences: int) -> Any:
-    page = PageShape(PAGE_TOKENS, shape.kv_heads, shape.head_dim, shape.head_dim, torch.bfloat16)
-    pages = int(POOL_SHARE * sequences * shape.kv_bytes) // page.num_bytes
+    pages = int(PACKING_SHARE * sequences * shape.kv_bytes) // _page(shape).num_bytes
     return PagedCache(config, pages, page_tokens=PAGE_TOKENS, pack_pages=_all_fit)
+
+
+def _as_they_are(config: Any, shape: Shape, sequences: int) -> Any:
+    pages = int(POOL_SHARE * sequences * shape.kv_bytes) // _page(shape).num_bytes
+    return PagedCache(config, pages, page_tokens=PAGE_TOKENS, pack_pages=False)
 
 
 def _all_fit(pages: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -114,7 +126,8 @@ ALONE: Final = (
     Contender("exact", _exact),
     Contender("selective", _selective),
 )
-TOGETHER: Final = {
+BESIDE: Final = {
+    "unpacked": Contender("exact, not packed", _as_they_are),
     "exact": Contender("exact, batch 4", _exact, sequences=BATCH),
     "selective": Contender("selective, batch 4", _selective, sequences=BATCH),
 }
@@ -138,7 +151,7 @@ def measure(cases: Sequence[Case], say: Callable[[str], None], check: Check) -> 
     for case in cases:
         say(f"{case.shape.tokens} tokens on {case.card}")
         found: dict[str, Decoded] = {}
-        for contender in (*ALONE, *(TOGETHER[mode] for mode in case.batches)):
+        for contender in (*ALONE, *(BESIDE[name] for name in case.also)):
             found[contender.name] = decoded = _played(case, contender, check)
             rows.append(_row(case, contender, decoded, check))
         for figure, value in _figures(case, found):
@@ -162,15 +175,27 @@ def _played(case: Case, contender: Contender, check: Check) -> Decoded:
 def _figures(case: Case, found: dict[str, Decoded]) -> Iterator[tuple[str, float]]:
     offloaded, exact, compute = found["offloaded"], found["exact"], found["resident"].compute_seconds
     kv_bytes, rate = case.shape.kv_bytes, card(case.card).h2d_bytes_per_second
-    for mode in ("exact", "selective"):
+    for mode in MODES:
         yield "device_share", found[mode].device_bytes / kv_bytes
         yield f"{mode}_vs_offloaded", offloaded.seconds / found[mode].seconds
-    for mode in case.batches:
-        yield "batch4_vs_batch1", BATCH * found[mode].seconds / found[TOGETHER[mode].name].seconds
+    for mode in set(MODES).intersection(case.also):
+        yield "batch4_vs_batch1", BATCH * found[mode].seconds / found[BESIDE[mode].name].seconds
+    if "unpacked" in case.also:
+        yield "packing_gain", found[BESIDE["unpacked"].name].seconds / exact.seconds
     yield "digest_share", found["selective"].digest_bytes / kv_bytes
     yield "exact_gap", exact.seconds / max(compute, kv_bytes / rate)
     yield "exact_over_recalled", exact.seconds / max(compute, exact.bytes_in / rate)
-    yield "exact_vs_offloaded_limit", offloaded.seconds / max(compute, (1 - SHARE) * kv_bytes / rate)
+    yield (
+        "exact_vs_offloaded_limit",
+        offloaded.seconds / max(compute, (1 - SHARE) * _packed_share(case) * kv_bytes / rate),
+    )
+
+
+def _packed_share(case: Case) -> float:
+    page = _page(case.shape)
+    packed = packed_bytes(page.dtype, page.elements)
+    assert packed is not None
+    return packed / page.num_bytes
 
 
 def _row(case: Case, contender: Contender, found: Decoded, check: Check) -> Row:
