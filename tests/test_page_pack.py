@@ -13,6 +13,7 @@ from fmstream.core import page_pack
 from fmstream.device.nvrtc import compile_kernel
 from fmstream.device.page_packing import (
     MAX_ELEMENTS,
+    compiled_macros,
     pack_pages,
     packed_bytes,
     unpack_pages,
@@ -154,8 +155,7 @@ def test_the_kernel_unpacks_as_native_code_does(kernel: Kernel, seed: int) -> No
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 def test_the_kernel_compiles_for_every_architecture(architecture: str) -> None:
-    macros = {"ELEMENTS": 65536, "THREADS": 256}
-    assert bytes(compile_kernel("page_unpack.cu", architecture, macros).code[:4]) == b"\x7fELF"
+    assert bytes(compile_kernel("page_unpack.cu", architecture, compiled_macros(65536)).code[:4]) == b"\x7fELF"
 
 
 @pytest.mark.cuda

@@ -14,7 +14,7 @@ import torch
 
 from fmstream.device.nvrtc import compile_kernel
 
-__all__ = ["pack_pages", "packed_bytes", "unpack_pages", "why_not_unpacked"]
+__all__ = ["compiled_macros", "pack_pages", "packed_bytes", "unpack_pages", "why_not_unpacked"]
 
 SOURCE: Final = "page_unpack.cu"
 THREADS: Final = 256
@@ -30,6 +30,11 @@ def packed_bytes(dtype: torch.dtype, elements: int) -> int | None:
     if dtype is not torch.bfloat16 or elements % page_pack.BLOCK or not 0 < elements <= MAX_ELEMENTS:
         return None
     return page_pack.packed_bytes(elements)
+
+
+def compiled_macros(elements: int) -> dict[str, int]:
+    """What the source is specialised with."""
+    return {"ELEMENTS": elements, "THREADS": THREADS}
 
 
 def pack_pages(pages: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -125,7 +130,7 @@ def _kernel(index: int, elements: int) -> Any:
     """The kernel, or why there is none."""
     major, minor = torch.cuda.get_device_capability(index)
     try:
-        compiled = compile_kernel(SOURCE, f"sm_{major}{minor}", {"ELEMENTS": elements, "THREADS": THREADS})
+        compiled = compile_kernel(SOURCE, f"sm_{major}{minor}", compiled_macros(elements))
         return compiled.get_kernel("page_unpack")
     except Exception as error:  # no package, a card or a driver that it does not know: pages travel as they are
         return f"{type(error).__name__}: {error}"

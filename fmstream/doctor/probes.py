@@ -22,7 +22,7 @@ FEATURES: Final = 256
 CALLS: Final = 3
 """The first call is recorded, later ones follow a plan."""
 
-HEAD_DIM, GROUP = 128, 4
+HEAD_DIM, GROUP, PAGE_ELEMENTS = 128, 4, 65536
 """Of attention, where a kernel is built for one shape of it."""
 
 
@@ -87,18 +87,20 @@ class MachineProbes:
         """Build the kernels of this package, each for one usual shape."""
         import torch
 
+        from fmstream.device import page_kernel, page_packing
         from fmstream.device.nvrtc import compile_kernel
-        from fmstream.device.page_kernel import SOURCE, compiled_macros
 
-        macros = compiled_macros(torch.bfloat16, HEAD_DIM, GROUP)
+        macros = page_kernel.compiled_macros(torch.bfloat16, HEAD_DIM, GROUP)
         assert macros is not None
+        kernels = {page_kernel.SOURCE: macros, page_packing.SOURCE: page_packing.compiled_macros(PAGE_ELEMENTS)}
         try:
-            compile_kernel(SOURCE, architecture, macros)
+            for source, shape in kernels.items():
+                compile_kernel(source, architecture, shape)
         except ImportError:
             return Unread("the packages of the extra cuda are not installed")
         except Exception as error:  # of the compiler's own classes, which are there only if it is
             return Unread(_first_line(error))
-        return Build((SOURCE,), f"NVRTC {installed_version('nvidia-cuda-nvrtc')}")
+        return Build(tuple(kernels), f"NVRTC {installed_version('nvidia-cuda-nvrtc')}")
 
 
 def _device_name(gpu: Gpu) -> str:

@@ -115,7 +115,7 @@ def test_the_kernels_build_without_a_card(architecture: str) -> None:
     pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
     build = MachineProbes().build(architecture)
     assert not isinstance(build, Unread), build.why
-    assert build.sources == ("page_select.cu",)
+    assert build.sources == ("page_select.cu", "page_unpack.cu")
     assert build.compiler.startswith("NVRTC")
 
 
