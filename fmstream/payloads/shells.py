@@ -20,7 +20,7 @@ from fmstream.payloads.bound import Bound, InGraph
 from fmstream.payloads.kinds import Part, is_wrapper, parts_of, rebuilt
 
 if TYPE_CHECKING:
-    from fmstream.payloads.master import Keeper
+    from fmstream.payloads.keeper import Keeper
 
 _OURS = ("__deepcopy__", "__reduce_ex__", "detach", "shell")
 """What is put into a shell's own dict: ``copy``, ``pickle`` and ``state_dict`` find it before that of its class."""
