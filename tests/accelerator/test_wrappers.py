@@ -62,6 +62,24 @@ class Copying(Scaled):
         return Copying(inner["numbers"].clone(), inner["scale"].clone())
 
 
+class Keeping(Scaled):
+    """Keeps what it is given in a second place, where nothing is put later, and computes with that."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> Keeping:
+        made = Scaled.__new__(cls, numbers, scale)
+        made.both = [numbers, scale]  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Scaled:
+        return Keeping(inner["numbers"], inner["scale"])
+
+    def plain(self) -> Tensor:
+        numbers, scale = self.both  # type: ignore[attr-defined]
+        return numbers.to(scale.dtype) * scale  # type: ignore[no-any-return]
+
+
 def spread(weight: Scaled) -> Scaled:
     """One scale for all rows, expanded from far apart."""
     return Scaled(weight.numbers, weight.scale.new_ones(64 * len(weight.scale), 1)[::64])
@@ -82,7 +100,12 @@ def copying(weight: Scaled) -> Scaled:
     return Copying(weight.numbers, weight.scale)
 
 
-@pytest.mark.parametrize("make", [hidden, copying, spread, with_graph])
+def keeping(weight: Scaled) -> Scaled:
+    """One whose tensors stand in two places."""
+    return Keeping(weight.numbers, weight.scale)
+
+
+@pytest.mark.parametrize("make", [hidden, copying, keeping, spread, with_graph])
 def test_a_wrapper_that_has_no_shell_is_on_the_device_whole(make: Callable[[Scaled], Scaled], machine: Any) -> None:
     def build() -> nn.Module:
         module = mlp(8, WIDTH)
