@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -142,3 +143,41 @@ def test_a_gather_that_is_late_does_not_hold_up_a_cancellation(monkeypatch: pyte
     handle.close()
     before.check(module)
     here.check()
+
+
+class Held:
+    """Gathers that end only when they are stopped."""
+
+    inline_bytes = 0
+
+    def __init__(self) -> None:
+        self.running: list[object] = []
+
+    def begin(self, *_: Any) -> object:
+        self.running.append(object())
+        return self.running[-1]
+
+    def is_done(self, ticket: object) -> bool:
+        return ticket not in self.running
+
+    def wait(self, ticket: object, check_stop: Callable[[], None]) -> None:
+        check_stop()
+
+    def stop(self, ticket: object) -> bool:
+        self.running.remove(ticket)
+        return True
+
+
+def test_no_gather_reads_a_table_after_settling_though_the_run_was_cancelled() -> None:
+    fresh()
+
+    def stop() -> None:
+        raise CancelledRun("enough")
+
+    gathers: Any = Held()
+    rows = Rows(Accelerator(torch.device(here.name)), gathers, stop, 1 << 20)
+    for number in range(3):
+        rows.begin(torch.ones(64, 8), np.array([number, number + 1]))
+    assert len(gathers.running) == 3
+    rows.settle()
+    assert not gathers.running
