@@ -17,7 +17,7 @@ from fmstream.actors.staging import StagingRing
 from fmstream.device.accelerator import Accelerator
 from fmstream.errors import CancelledRun
 from fmstream.payloads.embeddings import Tables
-from tests.accelerator.kit import Left, equal, fresh, here, on_host, twin_on
+from tests.accelerator.kit import Left, equal, fresh, here, on_host, run_until_interrupted, twin_on
 from tests.accelerator.test_tables import (
     Alone,
     Reader,
@@ -73,7 +73,7 @@ def test_an_interrupt_leaves_everything_as_it_was(point: str, monkeypatch: pytes
             patch.setattr(owner, name, fail.as_method())
             if point in ("bring on", "wait for a gather"):
                 patch.setattr(Gathers, "is_done", lambda self, ticket: False)  # so that each is waited for
-            run_until_interrupted(module)
+            run_until_interrupted(module, read_some, 0.5, prefetch_window=16)
         fired += fail.fired
         before.check(module)
         here.check()
@@ -83,23 +83,10 @@ def test_an_interrupt_leaves_everything_as_it_was(point: str, monkeypatch: pytes
     assert fired
 
 
-def run_until_interrupted(module: nn.Module) -> None:
-    """Open, call and close; a Ctrl-C ends it, and closing is tried again."""
-    handle = None
-    try:
-        handle = fmstream.stream(module, memory=budget(module, 0.5), device=here.name, prefetch_window=16)
-        with torch.no_grad():
-            for number in range(4):
-                read(module, number)
-                module(ids_of(number, 1, 1))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if handle is not None:
-            try:
-                handle.close()
-            except KeyboardInterrupt:
-                handle.close()
+def read_some(module: nn.Module, number: int) -> None:
+    """Look up many rows, then a single one."""
+    read(module, number)
+    module(ids_of(number, 1, 1))
 
 
 @pytest.mark.parametrize("at", range(4))
