@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fmstream: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"fmstream: {error.filename}: {error.strerror}", file=sys.stderr)
+        what = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+        print(f"fmstream: {what}", file=sys.stderr)
         return 2
     return status
 
