@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fmstream: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"fmstream: {error.filename}: {error.strerror}", file=sys.stderr)
+        what = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+        print(f"fmstream: {what}", file=sys.stderr)
         return 2
     return status
 
@@ -106,6 +107,10 @@ def _make_parser() -> argparse.ArgumentParser:
     plan.set_defaults(handler=_plan)
 
     _add_doctor(commands)
+    _add_memtest(commands)
+    _add_bandwidth(commands)
+    _add_validate(commands)
+    _add_env(commands)
     policies = commands.add_parser("policies", help="list the policies", description="List the policies.")
     policies.set_defaults(handler=_policies)
     return parser
@@ -134,6 +139,9 @@ def _add_doctor(commands: _Commands) -> None:
     doctor.add_argument("--no-load", action="store_true", help="put no card under load: read, try out nothing")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
     doctor.set_defaults(handler=_doctor)
+
+
+def _add_memtest(commands: _Commands) -> None:
     memtest = commands.add_parser(
         "memtest",
         help="write patterns to memory and read them back",
@@ -148,8 +156,9 @@ def _add_doctor(commands: _Commands) -> None:
     memtest.add_argument("--time-limit", type=float, metavar="SECONDS", help="end then with what was found")
     memtest.add_argument("--json", action="store_true", help="print JSON instead of text")
     memtest.set_defaults(handler=_memtest)
-    _add_bandwidth(commands)
-    _add_validate(commands)
+
+
+def _add_env(commands: _Commands) -> None:
     env = commands.add_parser(
         "env",
         help="versions and hardware, for a bug report",

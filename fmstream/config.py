@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, Literal, SupportsIndex
+from typing import Any, Final, Literal, SupportsIndex, TypeGuard
 
 from fmstream.errors import ConfigError
 
@@ -289,14 +289,14 @@ def check_kv_options(max_pages: object, page_tokens: object, threshold_mb: objec
     Raises:
         ConfigError: one has a value that cannot be used.
     """
-    if max_pages is not None and not (_is_int(max_pages) and 1 <= max_pages <= MAX_PAGES):  # type: ignore[operator]
+    if max_pages is not None and not (_is_int(max_pages) and 1 <= max_pages <= MAX_PAGES):
         raise ConfigError(
             f"kv_cache_max_pages={max_pages!r} is no number of pages from 1 to {MAX_PAGES}: one layer of all sequences "
             "is the least; None takes what is needed"
         )
-    if not _is_int(page_tokens) or not 1 <= page_tokens <= MAX_PAGE_TOKENS:  # type: ignore[operator]
+    if not _is_int(page_tokens) or not 1 <= page_tokens <= MAX_PAGE_TOKENS:
         raise ConfigError(f"page_tokens={page_tokens!r} is no int from 1 to {MAX_PAGE_TOKENS}: 32 is the default")
-    if not _is_int(threshold_mb) or threshold_mb < 0:  # type: ignore[operator]
+    if not _is_int(threshold_mb) or threshold_mb < 0:
         raise ConfigError(f"cpu_offload_threshold_mb={threshold_mb!r} is no number of mebibytes; 0 sets none")
     host_bytes(host_memory)
 
@@ -309,12 +309,12 @@ def check_selection(budget: object, window: object) -> None:
     """
     if budget is not None:
         part = isinstance(budget, float) and 0 < budget <= 1
-        if not part and not (_is_int(budget) and 1 <= budget <= MAX_PAGES):  # type: ignore[operator]
+        if not part and not (_is_int(budget) and 1 <= budget <= MAX_PAGES):
             raise ConfigError(
                 f"kv_budget={budget!r} is neither a part of all keys and values, a float over 0 and up to 1.0, nor a "
                 f"number of pages from 1 to {MAX_PAGES}: give 0.135, say; None attends to everything"
             )
-    if window is not None and not (_is_int(window) and 1 <= window <= MAX_PAGES):  # type: ignore[operator]
+    if window is not None and not (_is_int(window) and 1 <= window <= MAX_PAGES):
         raise ConfigError(f"context_window={window!r} is no number of tokens from 1 to {MAX_PAGES}; None sets no limit")
 
 
@@ -330,7 +330,7 @@ def is_path(value: object) -> bool:
     return isinstance(value, str | os.PathLike) and os.fspath(value) not in ("", b"") and "\0" not in os.fsdecode(value)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -346,7 +346,7 @@ def _check_window(value: object) -> None:
         raise ConfigError(
             'prefetch_window=0 stages nothing ahead: use policy="sync" for that, or a window of at least 1'
         )
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not _is_int(value) or value < 1:
         raise ConfigError(f'prefetch_window={value!r} is no number of positions: give an int of at least 1, or "auto"')
 
 

@@ -35,6 +35,19 @@ def writes_and_returns_nothing(frame: Tensor) -> None:
     frame.mul_(2)
 
 
+def failing_at(turn: Turn, times: int = 1) -> Callable[[Tensor, Turn], Tensor]:
+    """A stage that fails in one turn, some times, before it does anything."""
+    left = [times]
+
+    def maybe(frame: Tensor, now: Turn) -> Tensor:
+        if now == turn and left[0]:
+            left[0] -= 1
+            raise ValueError("too dark")
+        return stage(frame, now)
+
+    return maybe
+
+
 def frames(number: int, device: str | torch.device = "cpu") -> list[Tensor]:
     """Frames that all differ."""
     return [torch.linspace(-1, 1, 24).reshape(4, 6).add(n).to(device) for n in range(number)]

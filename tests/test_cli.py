@@ -1,11 +1,13 @@
 """The command, called as a function."""
 
+import errno
 import json
 import subprocess
 import sys
 
 import pytest
 
+from fmstream import cli
 from fmstream.cli import main
 from fmstream.core.telemetry import PassRecord, Telemetry
 from fmstream.report import Report
@@ -153,3 +155,14 @@ def test_reader_that_stops_early_is_no_error(saved):
     command = f"{sys.executable} -m fmstream report {saved} --json | head -c 1"
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert result.stderr == ""
+
+
+def test_a_failure_of_the_system_names_no_file_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "_policies", fail)
+    assert main(["policies"]) == 2
+    assert capsys.readouterr().err == f"fmstream: [Errno {errno.ENOSPC}] No space left on device\n"

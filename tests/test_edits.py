@@ -180,11 +180,6 @@ EDITS: dict[str, Callable[[nn.Sequential], Any]] = {
 }
 
 
-def _outputs(module: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return module(X)
-
-
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
 def test_edit_between_passes(edit: Callable[[nn.Sequential], Any]) -> None:
     module = mlp()

@@ -57,11 +57,9 @@ class OneByteShort:
     def __init__(self, path: str, alignment: int) -> None:
         self._reader = open_reader(path)
         self.alignment = alignment
-        self.num_reads = 0
 
     def read_at(self, address: int, offset: int, nbytes: int) -> int:
         assert address % self.alignment == offset % self.alignment == nbytes % self.alignment == 0
-        self.num_reads += 1
         got = self._reader.read_at(address, offset, nbytes)
         return got - 1 if got > self.alignment else got
 

@@ -223,10 +223,6 @@ def test_threads_that_miss_a_barrier_are_noticed(tmp_path: Path) -> None:
         run_kernel(broken, Case(1, 1, 1, 3, 40, 64), Limits(8, 8), blocks=1)
 
 
-def pages_in(listed: torch.Tensor) -> set[int]:
-    return {page for page in listed.flatten().tolist() if page >= 0}
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**31), limits_drawn, st.integers(1, 120))
 def test_what_a_decision_promises(seed: int, limits: Limits, pages: int) -> None:

@@ -191,7 +191,7 @@ def test_a_killed_process_leaves_nothing(folder: Path) -> None:
 
 
 def test_where_a_name_is_needed_it_is_kept_until_close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_module, "_without_name", lambda fd, name: name)
+    monkeypatch.setattr(spill_module, "remove_name", lambda fd, name: name)
     spill = SpillFile(folder)
     data = random_bytes(100, 1)
     spill.append(data.data_ptr(), 100)

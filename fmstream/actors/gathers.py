@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fmstream.actors.host_workers import HostWorkers, Ticket
+from fmstream.errors import FmstreamError
 
 Ids = npt.NDArray[np.int64]
 
@@ -78,7 +79,7 @@ class Gathers:
         self._workers.cancel(ticket)
         try:
             return self._workers.wait(ticket, GRACE_SECONDS)
-        except Exception:  # that it was cancelled, or failed: nothing writes for it any more
+        except (FmstreamError, OSError, IndexError):  # it was cancelled, or failed, or its worker died
             return ticket.status is not None
 
     def close(self) -> None:

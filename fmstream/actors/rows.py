@@ -7,7 +7,6 @@ the host only for a gather that is late.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -293,8 +292,10 @@ class Rows:
         """Wait until no gather reads a table; what was gathered stays as it is."""
         for batch in self._gathering:
             if batch.ticket is not None:
-                with contextlib.suppress(Exception):  # whoever wants it is told
+                try:
                     self.gathers.wait(batch.ticket, self._check_stop)
+                except Exception:  # why it failed, or why to stop: whoever wants its rows is told
+                    self.gathers.stop(batch.ticket)
 
     def reset(self) -> None:
         """Begin anew: nothing is on its way, and no memory is held."""

@@ -71,7 +71,7 @@ class Scheduler:
     def _run(self, ready: threading.Event) -> None:
         try:
             asyncio.run(self._watch(ready))
-        except BaseException as error:
+        except BaseException as error:  # nobody waits for this thread: the failure goes to the session
             ready.set()
             if self._on_failure is None:
                 raise

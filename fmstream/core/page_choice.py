@@ -224,10 +224,8 @@ def _part(pages, keys, want, best, others, work, histogram):
         if keys[at] == threshold:
             keys[at] -= np.int32(equal <= 0)
             equal -= 1
-    taken, left = (
-        np.uintp(0),
-        np.uintp(0),
-    )  # unsigned: what may be negative would be looked at for counting from the end
+    # Unsigned: of what may be negative it would be looked at whether it counts from the end.
+    taken, left = np.uintp(0), np.uintp(0)
     for at in range(count):
         best[taken], others[left] = pages[at], pages[at]
         is_best = np.uintp(keys[at] >= threshold)

@@ -11,7 +11,7 @@ import weakref
 
 from fmstream.config import is_path
 from fmstream.device.direct import view_of
-from fmstream.device.spill import _dispose, _without_name
+from fmstream.device.nameless import dispose, remove_name
 from fmstream.errors import ConfigError
 
 
@@ -30,14 +30,13 @@ class PageFile:
         self.page_bytes = page_bytes
         self._lock = threading.Lock()
         try:
-            self._fd, name = tempfile.mkstemp(prefix="fmstream-", suffix=".pages", dir=self.directory)
-            self.read_fd = os.open(name, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+            self._fd, self.read_fd, name = _make(self.directory)
         except OSError as error:
             raise ConfigError(
                 f"no file for KV pages can be made in {self.directory} ({error.strerror}): give another spill_dir"
             ) from error
         self._finalizer = weakref.finalize(self, _close, self.read_fd, self._fd, name, os.getpid())
-        _without_name(self._fd, name)
+        remove_name(self._fd, name)
 
     def write(self, address: int, page: int, count: int) -> bool:
         """Write pages from host memory; whether there was room on the disk.
@@ -67,6 +66,16 @@ class PageFile:
             return os.write(self._fd, view)
 
 
+def _make(directory: str) -> tuple[int, int, str]:
+    """An empty file: descriptors to write and to read it, and its name."""
+    fd, name = tempfile.mkstemp(prefix="fmstream-", suffix=".pages", dir=directory)
+    try:
+        return fd, os.open(name, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)), name
+    except BaseException:
+        dispose(fd, name, os.getpid())
+        raise
+
+
 def _close(read_fd: int, fd: int, name: str, pid: int) -> None:
     os.close(read_fd)
-    _dispose(fd, name, pid)
+    dispose(fd, name, pid)

@@ -16,6 +16,7 @@ import torch
 
 from fmstream.device.direct import PAGE_BYTES, view_of
 from fmstream.device.mapped import MappedFile
+from fmstream.device.nameless import dispose, remove_name
 from fmstream.errors import ConfigError
 
 WRITE_BYTES: Final = 32 << 20
@@ -52,9 +53,9 @@ class SpillFile:
             raise ConfigError(
                 f"no spill file can be made in {self._directory} ({error.strerror}): give another spill_dir"
             ) from error
-        self._finalizer = weakref.finalize(self, _dispose, self._fd, name, os.getpid())
+        self._finalizer = weakref.finalize(self, dispose, self._fd, name, os.getpid())
         with self._closing_on_failure():
-            self.path = _without_name(self._fd, name)
+            self.path = remove_name(self._fd, name)
             self._check_room(num_bytes)
 
     @property
@@ -129,25 +130,3 @@ class SpillFile:
         except BaseException:
             self.close()
             raise
-
-
-def _without_name(fd: int, name: str) -> str:
-    """Remove a file's name where it can be opened without; returns the path that leads to it."""
-    nameless = f"/proc/self/fd/{fd}"
-    if sys.platform != "linux":
-        return name
-    try:
-        if not os.path.samestat(os.stat(nameless), os.fstat(fd)):
-            return name
-    except OSError:
-        return name
-    os.unlink(name)
-    return nameless
-
-
-def _dispose(fd: int, name: str, pid: int) -> None:
-    os.close(fd)
-    # A forked child shares the file; its name is the parent's to remove.  Windows does not remove what is mapped.
-    if os.getpid() == pid:
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            os.unlink(name)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from fmstream.doctor.bandwidth import SIZES, BandwidthResult, run_bandwidth
 from fmstream.doctor.host_rates import RAM
 from fmstream.doctor.rates import Rate
 from fmstream.errors import ConfigError
+from fmstream.report import layout
 from fmstream.report.plot import DOTS_PER_INCH, make_figure
-from fmstream.report.terminal import RULE
 from fmstream.report.units import format_bytes, format_rate, format_seconds, format_share
 
 UNSTEADY: Final = 0.15
@@ -46,19 +44,11 @@ def run_command(
 
 def render(result: BandwidthResult) -> str:
     """The page as plain text; lines end without blanks."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(_page(result))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return layout.render(_page(result), WIDTH)
 
 
 def _page(result: BandwidthResult) -> RenderableType:
-    head = Table.grid(padding=(0, 2))
-    head.add_column(style="bold", no_wrap=True)
-    head.add_column()
-    for name, text in _facts(result):
-        head.add_row(name, Text(text))
-    return Group(head, *(Padding(table, (1, 0, 0, 0)) for table in _tables(result)))
+    return Group(layout.facts_table(_facts(result)), *(Padding(table, (1, 0, 0, 0)) for table in _tables(result)))
 
 
 def _facts(result: BandwidthResult) -> Iterator[tuple[str, str]]:
@@ -109,7 +99,7 @@ def _tables(result: BandwidthResult) -> Iterator[RenderableType]:
 
 
 def _empty(first: str) -> Table:
-    table = Table(box=RULE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
+    table = layout.ruled_table()
     table.add_column(first, no_wrap=True)
     return table
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from fmstream.device.accelerator import Accelerator
 from fmstream.doctor.measured import LinkRates
+from fmstream.doctor.spans import enqueue_copies
 
 COPY_BYTES: Final = 64 << 20
 """Large enough that what a copy costs beside its bytes does not show."""
@@ -39,6 +41,7 @@ class _Copies:
         self._device = device
         self._out = device.module.Stream(device=device.torch_device)
         self._num_bytes = num_bytes
+        self._enqueue = partial(enqueue_copies, device)
         self.card = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
         self._other_card = torch.empty_like(self.card)
         self.pageable = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -58,20 +61,20 @@ class _Copies:
     def rate(self, target: torch.Tensor, source: torch.Tensor, sample: Callable[[], None]) -> float:
         """Bytes a second from one buffer to another."""
         stream = self._device.copies
-        one = self._seconds(self._enqueue(stream, target, source, 1))
+        one = self._enqueue(stream, target, source, 1).seconds()
         count = self._count(one)
         taken = []
         for _ in range(LOOKS):
             span = self._enqueue(stream, target, source, count)
             sample()
-            taken.append(self._seconds(span))
+            taken.append(span.seconds())
         return count * self._num_bytes / median(taken)
 
     def rates_of_both(self, sample: Callable[[], None]) -> tuple[float, float]:
         """Bytes a second in and out, each while copies go the other way for all of its time."""
         copies, other = self._device.copies, self._out
         inward, outward = (self.card, self.pinned), (self._other_pinned, self._other_card)
-        count = self._count(self._seconds(self._enqueue(copies, *inward, 1)))
+        count = self._count(self._enqueue(copies, *inward, 1).seconds())
         rates = []
         for (stream, measured), (beside, noise) in (
             ((copies, inward), (other, outward)),
@@ -83,23 +86,10 @@ class _Copies:
                 covering = self._enqueue(beside, *noise, 2 * count)
                 span = self._enqueue(stream, *measured, count)
                 sample()
-                taken.append(self._seconds(span))
-                self._seconds(covering)
+                taken.append(span.seconds())
+                covering.seconds()
             rates.append(count * self._num_bytes / median(taken))
         return rates[0], rates[1]
 
     def _count(self, one_seconds: float) -> int:
         return max(2, min(MAX_COPIES, int(LOOK_SECONDS / max(one_seconds, 1e-6))))
-
-    def _enqueue(self, stream: Any, target: torch.Tensor, source: torch.Tensor, count: int) -> tuple[Any, Any]:
-        began = self._device.mark(stream, timed=True)
-        with self._device.module.stream(stream):
-            for _ in range(count):
-                target.copy_(source, non_blocking=True)
-        return began.event, self._device.mark(stream, timed=True).event
-
-    @staticmethod
-    def _seconds(span: tuple[Any, Any]) -> float:
-        began, ended = span
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3

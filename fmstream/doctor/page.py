@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from fmstream.doctor.verdict import Checkup, Finding, Verdict
-from fmstream.report.terminal import RULE
+from fmstream.report.layout import facts_table, render, ruled_table, show
 
 STYLES: Final = {
     Verdict.FAIL: "bold red",
@@ -27,25 +25,17 @@ PLAIN_WIDTH: Final = 100
 
 def render_checkup(checkup: Checkup, *, width: int = PLAIN_WIDTH) -> str:
     """The checkup as plain text without colour; lines end without blanks."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(checkup_renderable(checkup))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return render(_page(checkup), width)
 
 
 def print_checkup(checkup: Checkup, file: IO[str] | None = None) -> None:
     """Print the checkup, coloured where the file is a terminal; to standard output by default."""
-    console = Console(file=file, highlight=False)
-    if console.is_terminal:
-        console.print(checkup_renderable(checkup))
-    else:
-        console.file.write(render_checkup(checkup) + "\n")
+    show(_page(checkup), PLAIN_WIDTH, file)
 
 
-def checkup_renderable(checkup: Checkup) -> RenderableType:
-    """The checkup as something that rich can print."""
+def _page(checkup: Checkup) -> RenderableType:
     told = [finding for finding in checkup.findings if finding.result.applies]
-    parts: list[RenderableType] = [_head(checkup), Padding(_table(told), (1, 0, 0, 0))]
+    parts: list[RenderableType] = [facts_table(checkup.about.items()), Padding(_table(told), (1, 0, 0, 0))]
     left_out = _left_out(checkup)
     if left_out:
         parts.append(Padding(Text(left_out), (1, 0, 0, 0)))
@@ -53,20 +43,9 @@ def checkup_renderable(checkup: Checkup) -> RenderableType:
     return Group(*parts)
 
 
-def _head(checkup: Checkup) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in checkup.about.items():
-        table.add_row(Text(name), Text(value))
-    return table
-
-
 def _table(findings: list[Finding]) -> RenderableType:
     several = len({finding.subject for finding in findings if finding.subject != "machine"}) > 1
-    table = Table(
-        box=RULE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold", border_style="dim"
-    )
+    table = ruled_table()
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)

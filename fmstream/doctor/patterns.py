@@ -56,7 +56,6 @@ class Pattern:
 
     Attributes:
         name: as it is chosen.
-        does: what it does, in a line.
         num_sweeps: length of what ``sweeps`` yields.
         scrambled: whether words of different addresses differ in about half of their bits, so that a read from a wrong
             address shows as such.
@@ -64,19 +63,20 @@ class Pattern:
     """
 
     name: str
-    does: str
     num_sweeps: int
     scrambled: bool
     sweeps: Callable[[random.Random], Iterator[Sweep]]
 
 
 def _own_address(numbers: random.Random) -> Iterator[Sweep]:
+    """Each word holds its own address, then the complement."""
     words = own_address()
     yield Sweep(words)
     yield Sweep(words.complement(), downward=True)
 
 
 def _rotating(numbers: random.Random) -> Iterator[Sweep]:
+    """The address, turned by a number of bits that goes on."""
     for _ in range(ROTATIONS):
         words = rotating_address(numbers.getrandbits(24))
         yield Sweep(words)
@@ -84,6 +84,7 @@ def _rotating(numbers: random.Random) -> Iterator[Sweep]:
 
 
 def _inversions(numbers: random.Random) -> Iterator[Sweep]:
+    """32-bit moving inversions: one bit walks, turns and turns back."""
     for shift in range(32):
         words = one_bit(shift)
         yield Sweep(words)
@@ -92,6 +93,7 @@ def _inversions(numbers: random.Random) -> Iterator[Sweep]:
 
 
 def _random(numbers: random.Random) -> Iterator[Sweep]:
+    """Random words, then their complements in classes of addresses."""
     for number in range(SEEDS):
         words, classes = random_words(numbers.getrandbits(62)), CLASSES[number % len(CLASSES)]
         yield Sweep(words, numbers.random() < 0.5)
@@ -100,6 +102,7 @@ def _random(numbers: random.Random) -> Iterator[Sweep]:
 
 
 def _walking(numbers: random.Random) -> Iterator[Sweep]:
+    """8-bit moving inversions: the same walking bit in every byte."""
     for bit in range(8):
         words = constant(0x01010101 << bit)
         yield Sweep(words)
@@ -108,31 +111,34 @@ def _walking(numbers: random.Random) -> Iterator[Sweep]:
 
 
 def _solid(numbers: random.Random) -> Iterator[Sweep]:
+    """The same word everywhere: 0, A, 5, F, 0."""
     for value in (0, 0xAAAAAAAA, 0x55555555, MASK, 0):
         yield Sweep(constant(value))
 
 
 def _modulo(numbers: random.Random) -> Iterator[Sweep]:
+    """One word of 20, and the complement around it afterwards."""
     value = numbers.getrandbits(32)
     for first in range(20):
         yield Sweep(one_in(20, first, value), order=(first, *(r for r in range(20) if r != first)))
 
 
 def _deadbeef(numbers: random.Random) -> Iterator[Sweep]:
+    """The word 0xdeadbeef everywhere: finds little, as a comparison."""
     yield Sweep(constant(0xDEADBEEF))
 
 
 PATTERNS: Final[dict[str, Pattern]] = {
     pattern.name: pattern
     for pattern in (
-        Pattern("own-address", "each word holds its own address, then the complement", 2, False, _own_address),
-        Pattern("rotating", "the address, turned by a number of bits that goes on", 2 * ROTATIONS, True, _rotating),
-        Pattern("inversions", "32-bit moving inversions: one bit walks, turns and turns back", 96, False, _inversions),
-        Pattern("random", "random words, then their complements in classes of addresses", 2 * SEEDS, True, _random),
-        Pattern("walking", "8-bit moving inversions: the same walking bit in every byte", 24, False, _walking),
-        Pattern("modulo-20", "one word of 20, and the complement around it afterwards", 20, False, _modulo),
-        Pattern("solid", "the same word everywhere: 0, A, 5, F, 0", 5, False, _solid),
-        Pattern("deadbeef", "the word 0xdeadbeef everywhere: finds little, as a comparison", 1, False, _deadbeef),
+        Pattern("own-address", 2, False, _own_address),
+        Pattern("rotating", 2 * ROTATIONS, True, _rotating),
+        Pattern("inversions", 96, False, _inversions),
+        Pattern("random", 2 * SEEDS, True, _random),
+        Pattern("walking", 24, False, _walking),
+        Pattern("modulo-20", 20, False, _modulo),
+        Pattern("solid", 5, False, _solid),
+        Pattern("deadbeef", 1, False, _deadbeef),
     )
 }
 DEFAULT: Final = ("own-address", "rotating", "inversions", "random")

@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fmstream.device.accelerator import Accelerator, Mark
+from fmstream.device.accelerator import Accelerator
 from fmstream.doctor.rates import Rate
+from fmstream.doctor.spans import Span, enqueue_copies
 from fmstream.errors import MemoryBudgetError
 
 MIB: Final = 1 << 20
@@ -106,7 +107,7 @@ class TimedCopies:
                 self._hold(self._in)
             span = self._enqueue(self._in, num_bytes, target, source, count)
             self._look()
-            return self._seconds(*span) / count
+            return span.seconds() / count
 
         return Rate(what, num_bytes, self._samples(sample))
 
@@ -120,11 +121,11 @@ class TimedCopies:
         def sample() -> float:
             self._hold(stream)
             self._device.wait(self._device.mark(stream), beside)
-            _, covered = self._enqueue(beside, num_bytes, *other, 2 * count)
+            covered = self._enqueue(beside, num_bytes, *other, 2 * count)
             span = self._enqueue(stream, num_bytes, *measured, count)
             self._look()
-            seconds = self._seconds(*span) / count
-            covered.event.synchronize()
+            seconds = span.seconds() / count
+            covered.ended.event.synchronize()
             return seconds
 
         return Rate(what, num_bytes, self._samples(sample))
@@ -134,13 +135,8 @@ class TimedCopies:
         sample()  # the first use of anything is slow
         return tuple(max(sample(), 1e-12) for _ in range(SAMPLES))
 
-    def _enqueue(self, stream: Any, num_bytes: int, target: Tensor, source: Tensor, count: int) -> tuple[Mark, Mark]:
-        target, source = target[:num_bytes], source[:num_bytes]
-        began = self._device.mark(stream, timed=True)
-        with self._device.module.stream(stream):
-            for _ in range(count):
-                target.copy_(source, non_blocking=True)
-        return began, self._device.mark(stream, timed=True)
+    def _enqueue(self, stream: Any, num_bytes: int, target: Tensor, source: Tensor, count: int) -> Span:
+        return enqueue_copies(self._device, stream, target[:num_bytes], source[:num_bytes], count)
 
     def _hold(self, stream: Any) -> None:
         with self._device.module.stream(stream):
@@ -154,13 +150,8 @@ class TimedCopies:
         for _ in range(3):
             began = self._device.mark(self._in, timed=True)
             self._hold(self._in)
-            taken.append(self._seconds(began, self._device.mark(self._in, timed=True)))
+            taken.append(Span(began, self._device.mark(self._in, timed=True)).seconds())
         return min(MAX_HELD, max(1, math.ceil(HELD_SECONDS / max(median(taken), 1e-9))))
-
-    @staticmethod
-    def _seconds(began: Mark, ended: Mark) -> float:
-        ended.event.synchronize()
-        return float(began.event.elapsed_time(ended.event)) / 1e3
 
 
 def num_copies(num_bytes: int) -> int:

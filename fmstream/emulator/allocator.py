@@ -119,7 +119,6 @@ class MemoryStatistics:
     reserved: int
     peak_allocated: int
     peak_reserved: int
-    num_allocs: int
     num_ooms: int
     num_retries: int
 
@@ -156,7 +155,7 @@ class Allocator:
         self._pending: deque[tuple[Block, list[Mark]]] = deque()
         self._dead: deque[Block] = deque()
         self._allocated = self._reserved = self._peak_allocated = self._peak_reserved = 0
-        self._num_allocs = self._num_ooms = self._num_retries = 0
+        self._num_ooms = self._num_retries = 0
 
     @property
     def address(self) -> int:
@@ -183,7 +182,6 @@ class Allocator:
                 )
             self._split(block, size)
             block.nbytes, block.allocated, block.born = nbytes, True, self.num_operations
-            self._num_allocs += 1
             self._allocated += block.size
             self._peak_allocated = max(self._peak_allocated, self._allocated)
             return block
@@ -234,7 +232,6 @@ class Allocator:
                 self._reserved,
                 self._peak_allocated,
                 self._peak_reserved,
-                self._num_allocs,
                 self._num_ooms,
                 self._num_retries,
             )

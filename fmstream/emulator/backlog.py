@@ -39,11 +39,6 @@ class Backlog:
         self._random = random.Random(execution) if isinstance(execution, int) else None
         self._queues: dict[int, deque[Task]] = {}
 
-    @property
-    def num_tasks(self) -> int:
-        """Tasks that wait."""
-        return sum(map(len, self._queues.values()))
-
     def add(self, stream: int, tick: int, clock: VectorClock, run: Run) -> None:
         """Take work on: step ``tick`` of ``stream``, after all that ``clock`` knows."""
         if self.immediate:

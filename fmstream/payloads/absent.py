@@ -20,7 +20,8 @@ from fmstream.payloads.kinds import dress, is_dressed, joined
 from fmstream.payloads.views import follow
 
 if TYPE_CHECKING:
-    from fmstream.payloads.master import Keeper, Master
+    from fmstream.payloads.keeper import Keeper
+    from fmstream.payloads.master import Master
 
 _DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 

@@ -50,7 +50,6 @@ class Previews:
             raise ConfigError(
                 f"preview={str(folder)!r} cannot be made a folder ({error.strerror}): give another path"
             ) from error
-        self.num_written = 0
         self.num_dropped = 0
         self._note = note
         self._failed = False
@@ -104,8 +103,6 @@ class Previews:
         except OSError as error:
             self._failed = True
             self._note(f"previews were given up: {path} cannot be written ({error})")
-        else:
-            self.num_written += 1
 
 
 def to_image(latents: Tensor):  # type: ignore[no-untyped-def]  # Pillow is imported where it is used

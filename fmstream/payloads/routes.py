@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from typing import Any
 
 from fmstream.actors.compute import Executor
@@ -109,7 +110,7 @@ class Routes:
             trace = current.trace(root.between)
             if not trace.calls:
                 return
-            work: Callable[[], Route | None] = lambda: planner.make(trace, pinned, allowed)  # noqa: E731
+            work = partial(planner.make, trace, pinned, allowed)
         else:
             route.num_passes += 1
             if root.pending is not None or current.skipped:
@@ -119,7 +120,7 @@ class Routes:
                 return
             root.wants_times = False
             trace = current.trace(root.between)
-            work = lambda: planner.improve(route, trace, pinned, allowed)  # noqa: E731
+            work = partial(planner.improve, route, trace, pinned, allowed)
         self._telemetry.replans += 1
         self._submit(root, ended.key, work)
 

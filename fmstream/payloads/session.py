@@ -252,7 +252,7 @@ class Session:
         try:
             with ExitStack() as steps:  # carried out from the last to the first, whatever one of them raises
                 steps.callback(self.weights.close_files)
-                steps.callback(self.weights.unspill)
+                steps.callback(self.weights.spilled.bring_back)
                 if self._annex is not None:
                     steps.callback(self._annex.unpin)
                 if self._scheduler is not None:

@@ -20,7 +20,7 @@ from fmstream.payloads.bound import Bound, InGraph
 from fmstream.payloads.kinds import Part, is_wrapper, parts_of, rebuilt
 
 if TYPE_CHECKING:
-    from fmstream.payloads.master import Keeper
+    from fmstream.payloads.keeper import Keeper
 
 _OURS = ("__deepcopy__", "__reduce_ex__", "detach", "shell")
 """What is put into a shell's own dict: ``copy``, ``pickle`` and ``state_dict`` find it before that of its class."""
@@ -32,7 +32,10 @@ def is_host(device: torch.device | None) -> bool:
 
 
 class _Hollow(torch.Tensor):
-    """Says what a tensor on the device will be, before there is a stand-in for it."""
+    """Says what a tensor on the device will be, before there is a stand-in for it.
+
+    A class that computes with it when it makes a wrapper gets no shell (`_make`).
+    """
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, device: torch.device) -> _Hollow:
@@ -75,6 +78,12 @@ class Shell:
         yield self
         for shell in self.inside.values():
             yield from shell.every()
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether the class put a tensor that it was given in another place too, where none would be exchanged."""
+        inside = self.tensor.__dict__  # its reference, and the call's
+        return any(sys.getrefcount(inside[name]) > 2 for name in self._names if name not in self.inside)
 
     @property
     def is_held(self) -> bool:
@@ -176,9 +185,10 @@ class Wrappers:
 def _make(wrapper: torch.Tensor, device: torch.device) -> Shell | None:
     """A shell, None where the wrapper's class does more than to hold the tensors that it is given."""
     try:
-        return Shell(wrapper, rebuilt(wrapper, partial(_Hollow, device=device)))
+        shell = Shell(wrapper, rebuilt(wrapper, partial(_Hollow, device=device)))
     except (AssertionError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
+    return None if any(each.keeps_more for each in shell.every()) else shell
 
 
 def _names(wrapper: Any) -> list[str]:

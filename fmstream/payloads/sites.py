@@ -12,7 +12,8 @@ from torch import nn
 from fmstream.errors import ConfigError
 from fmstream.payloads import kinds
 from fmstream.payloads.compiled import is_compiled
-from fmstream.payloads.master import Keeper, Master, span_bytes
+from fmstream.payloads.keeper import Keeper
+from fmstream.payloads.master import Master, span_bytes
 from fmstream.payloads.shells import Shell, Wrappers, is_host
 
 MAX_SPREAD = 2

@@ -1,17 +1,21 @@
-"""What may be written within a pass without notice: bytes that are bound, and views of values that were read."""
+"""What may be written without notice: bytes that are bound, views of values that were read, memory under aliases."""
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from fmstream.device.device import Part
+from fmstream.device.homes import MemoryHome
 from fmstream.payloads.master import Master
 
 
 class Watch:
-    """Remembers how bytes were, to find out later which were written."""
+    """Remembers within a pass how bytes were, to find out later which were written."""
 
     def __init__(self) -> None:
         self.checksums: dict[int, int] = {}
@@ -58,3 +62,28 @@ def _checksum(part: Part, offset: int, span: int) -> int:
     # For want of a second copy in fast memory; that two differ and have the same one, nobody will see.
     with torch.inference_mode(False), torch.no_grad():
         return zlib.crc32(part.read(offset, span).numpy().data)
+
+
+def aliased(masters: Sequence[Master], roots: Iterable[nn.Module]) -> set[int]:
+    """Masters whose memory somebody looks into beside their modules (``.data``, an array, a flat buffer).
+
+    Their writes leave no trace in the parameter.
+    """
+    known: Counter[int] = Counter()
+    for master in masters:
+        known[_storage_of(master.original)] += 1 + isinstance(master.home, MemoryHome)
+    own = {id(master.original) for master in masters}
+    for root in roots:
+        for tensor in (*root.buffers(), *root.parameters()):
+            if type(tensor) in (torch.Tensor, nn.Parameter) and id(tensor) not in own:
+                known[_storage_of(tensor)] += 1
+    found = set()
+    for master in masters:
+        storage = master.original.untyped_storage()  # counts itself
+        if torch._C._storage_Use_Count(storage._cdata) - 1 > known[storage._cdata]:
+            found.add(master.index)
+    return found
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

@@ -6,7 +6,6 @@ import bisect
 import gc
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from fmstream.actors.prefetch import Piece
 from fmstream.core.telemetry import Telemetry
 from fmstream.device.device import Part
 from fmstream.device.homes import FileHome, FileSet, Mappings, MemoryHome, dirty
-from fmstream.device.memory import return_free_memory
-from fmstream.device.spill import SpillFile
 from fmstream.payloads.absent import Absent, restore
 from fmstream.payloads.bound import InGraph, make_bound, show_in_graph
 from fmstream.payloads.embeddings import Tables, find_tables, release
@@ -27,13 +24,12 @@ from fmstream.payloads.kinds import is_dressed
 from fmstream.payloads.master import Master
 from fmstream.payloads.shells import Shell, put_back, show
 from fmstream.payloads.sites import Site, Survey, survey
+from fmstream.payloads.spilled import Spilled
 from fmstream.payloads.views import bytes_of, looks_into, point_at
-from fmstream.payloads.watch import Watch
+from fmstream.payloads.watch import Watch, aliased
 
 LEARNED_SHARE = 0.5
 """Part of the memory that a module may bind of its own and others' parameters together."""
-MIN_SPILL_BYTES = 4096
-"""Parameters smaller than this stay in RAM when the others are spilled."""
 
 
 class Weights:
@@ -62,6 +58,7 @@ class Weights:
         self.comparing = False
         """Whether the bytes of what is bound now are compared with what they are when it is unbound."""
         self.pinned: set[int] = set()
+        self.spilled = Spilled()
         self.tables: Tables | None = None
         self.as_weights: set[int] = set()
         """``id`` of tables that are streamed as a whole."""
@@ -73,8 +70,6 @@ class Weights:
         self._exposed: set[int] = set()
         self._watch = Watch()
         self._files = FileSet()
-        self._spill: SpillFile | None = None
-        self._spilled: list[tuple[Master, int]] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
 
     # Coming and going
@@ -94,7 +89,7 @@ class Weights:
         self.sizes = [master.num_bytes for master in found.masters]
         self.unbound = set()
         self.pinned.clear()
-        self._exposed = self._aliased()
+        self._exposed = aliased(self.masters, self.roots.values())
         return found
 
     def choose_tables(self) -> list[Master]:
@@ -108,51 +103,9 @@ class Weights:
         """Bytes in fast memory that tables would take which nothing binds."""
         return sum(self.sizes[index] for index in self.unbound)
 
-    def _aliased(self) -> set[int]:
-        """Masters whose memory somebody looks into beside their modules (``.data``, an array, a flat buffer).
-
-        Their writes leave no trace in the parameter.
-        """
-        known: Counter[int] = Counter()
-        for master in self.masters:
-            known[_storage_of(master.original)] += 1 + isinstance(master.home, MemoryHome)
-        own = {id(master.original) for master in self.masters}
-        for root in self.roots.values():
-            for tensor in (*root.buffers(), *root.parameters()):
-                if type(tensor) in (torch.Tensor, nn.Parameter) and id(tensor) not in own:
-                    known[_storage_of(tensor)] += 1
-        found = set()
-        for master in self.masters:
-            storage = master.original.untyped_storage()  # counts itself
-            if torch._C._storage_Use_Count(storage._cdata) - 1 > known[storage._cdata]:
-                found.add(master.index)
-        return found
-
     def spill(self, directory: str) -> None:
-        """Write masters that lie in RAM to one file in ``directory``, and let it be their home.
-
-        The modules are as before if this fails.
-        """
-        chosen = [m for m in self.masters if isinstance(m.home, MemoryHome) and m.span >= MIN_SPILL_BYTES]
-        if not chosen:
-            return
-        spill = SpillFile(directory)
-        try:
-            offsets = [spill.append(m.original.data_ptr(), m.span) for m in chosen]
-            spill.finish()
-            file = self._files.open(spill.path)
-            mapped = [spill.map(offset, m.span) for m, offset in zip(chosen, offsets, strict=True)]
-        except BaseException:
-            self._files.close()
-            spill.close()
-            raise
-        self._spill = spill
-        with torch.inference_mode(False), torch.no_grad():
-            for master, offset, flat in zip(chosen, offsets, mapped, strict=True):
-                master.original.data = flat.view(master.dtype).as_strided(master.size, master.stride)
-                master.home = FileHome(file, offset, master.span)
-                self._spilled.append((master, master.original.data_ptr()))
-        return_free_memory()
+        """Let masters that lie in RAM lie in a file in ``directory``; the modules are as before if this fails."""
+        self.spilled.take(self.masters, directory, self._files)
 
     def install(self) -> None:
         """Put the stand-ins into the modules."""
@@ -186,18 +139,6 @@ class Weights:
         self.shells = []
         self.masters = []  # each refers to a parameter of the user's, and so would look like somebody who holds it
         self._structure = []
-
-    def unspill(self) -> None:
-        """Bring spilled masters back to RAM and delete the file."""
-        with torch.inference_mode(False), torch.no_grad():
-            for master, address in self._spilled:
-                if master.original.data_ptr() == address:
-                    master.original.data = master.memory().clone(memory_format=torch.preserve_format)
-                    master.take_memory()
-        self._spilled.clear()
-        if self._spill is not None:
-            self._spill.close()
-            self._spill = None
 
     def close_files(self) -> None:
         """Close every file that masters were read from."""
@@ -474,10 +415,6 @@ class Weights:
         if not found:
             self.in_place |= {id(self.masters[param].original) for param in params}
         self.changed_shape = True
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def _was_written(master: Master) -> bool:

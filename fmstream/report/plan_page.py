@@ -10,6 +10,7 @@ from typing import Any, Final
 from fmstream.report.units import format_bytes, format_rate, format_seconds
 
 SCHEMA: Final = 1
+PLAIN_WIDTH: Final = 100
 NEAR: Final = 0.005
 """Share of its compute time by which a step may last longer and still count as computing alone."""
 
@@ -150,31 +151,13 @@ class PlanPage:
 
 def render_plan(page: PlanPage) -> str:
     """The page as plain text, lines of at most 100 characters."""
-    import io
-
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(_head(page))
-        console.print()
-        console.print(_table(page))
-        console.print()
-        for sentence in (*page.sentences(), _caution(page)):
-            console.print(sentence, highlight=False, markup=False)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _head(page: PlanPage) -> Any:
-    from rich.table import Table
+    from rich.console import Group
     from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
-    for name, value in _facts(page):
-        grid.add_row(Text(name), Text(value))
-    return grid
+    from fmstream.report.layout import facts_table, render
+
+    sentences = (*page.sentences(), _caution(page))
+    return render(Group(facts_table(_facts(page)), "", _table(page), "", *map(Text, sentences)), PLAIN_WIDTH)
 
 
 def _facts(page: PlanPage) -> Iterator[tuple[str, str]]:
@@ -213,11 +196,9 @@ def _facts(page: PlanPage) -> Iterator[tuple[str, str]]:
 
 
 def _table(page: PlanPage) -> Any:
-    from rich.table import Table
+    from fmstream.report.layout import ruled_table
 
-    from fmstream.report.terminal import RULE
-
-    table = Table(box=RULE, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
+    table = ruled_table(gap=2)
     for name in ("memory", "of weights", "bound", *page.policies, "on this card"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in page.table:

@@ -157,7 +157,7 @@ class GuardedProgress:
             return
         try:
             call(self._display)
-        except Exception as error:
+        except Exception as error:  # a display is the user's code, and no reason to end a run
             name, self._display = type(self._display).__name__, None
             self._note(f"the progress display {name} failed and was switched off: {error!r}")
 

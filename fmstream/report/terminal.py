@@ -1,17 +1,16 @@
-"""The report for terminals.  The only module that imports rich when it is imported."""
+"""The report for terminals."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import IO
 
-from rich.box import Box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fmstream.report.layout import facts_table, render, ruled_table, show
 from fmstream.report.measure import RootRow
 from fmstream.report.pages import Pages
 from fmstream.report.report import Report
@@ -20,32 +19,23 @@ from fmstream.report.units import format_bytes, format_rate, format_seconds, for
 MAX_FAULTS = 8
 """Faults that are listed; the rest is counted."""
 
-# A rule below the header and nothing else, in ASCII: it survives any terminal, log file and code page.
-RULE = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+PLAIN_WIDTH = 100
 
 REGIME_STYLES = {"link-bound": "yellow", "compute-bound": "green", "resident": "green", "balanced": "cyan"}
 
 
-def render_report(report: Report, *, width: int = 100) -> str:
+def render_report(report: Report, *, width: int = PLAIN_WIDTH) -> str:
     """The report as plain text without colour; lines end without blanks."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(report_renderable(report))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return render(_page(report), width)
 
 
 def print_report(report: Report, file: IO[str] | None = None) -> None:
     """Print the report, coloured where the file is a terminal; to standard output by default."""
-    console = Console(file=file, highlight=False)
-    if console.is_terminal:
-        console.print(report_renderable(report))
-    else:
-        console.file.write(render_report(report) + "\n")
+    show(_page(report), PLAIN_WIDTH, file)
 
 
-def report_renderable(report: Report) -> RenderableType:
-    """The report as something that rich can print."""
-    parts: list[RenderableType] = [_head(report)]
+def _page(report: Report) -> RenderableType:
+    parts: list[RenderableType] = [facts_table(_facts(report))]
     if report.roots:
         parts += [_speed_table(report.roots), _memory_table(report.roots)]
     if report.faults:
@@ -53,15 +43,6 @@ def report_renderable(report: Report) -> RenderableType:
     parts += _list("notes", report.notes)
     parts += _list("advice", report.advice)
     return Group(*parts)
-
-
-def _head(report: Report) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in _facts(report):
-        table.add_row(Text(name), Text(value))
-    return table
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -152,9 +133,7 @@ def _fault_table(report: Report) -> RenderableType:
 
 def _table(left: tuple[str, ...], right: tuple[str, ...], *more: tuple[str, ...]) -> Table:
     """A table of columns that are aligned left, then right, then (``more``) left and right in turn."""
-    table = Table(
-        box=RULE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold", border_style="dim"
-    )
+    table = ruled_table()
     for index, names in enumerate((left, right, *more)):
         for name in names:
             if index % 2:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from itertools import groupby
 from typing import IO, Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from fmstream.report.terminal import RULE
+from fmstream.report.layout import facts_table, render, ruled_table, show
 from fmstream.report.units import format_seconds
 from fmstream.validate.outcome import Outcome, Validation, Verdict
 
@@ -21,42 +19,24 @@ PLAIN_WIDTH: Final = 110
 
 def render_validation(validation: Validation, *, width: int = PLAIN_WIDTH) -> str:
     """The validation as plain text without colour; lines end without blanks."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(_renderable(validation))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return render(_page(validation), width)
 
 
 def print_validation(validation: Validation, file: IO[str] | None = None) -> None:
     """Print the validation, coloured where the file is a terminal; to standard output by default."""
-    console = Console(file=file, highlight=False)
-    if console.is_terminal:
-        console.print(_renderable(validation))
-    else:
-        console.file.write(render_validation(validation) + "\n")
+    show(_page(validation), PLAIN_WIDTH, file)
 
 
-def _renderable(validation: Validation) -> RenderableType:
-    parts: list[RenderableType] = [_head(validation)]
+def _page(validation: Validation) -> RenderableType:
+    parts: list[RenderableType] = [facts_table(validation.about.items())]
     for part, outcomes in groupby(validation.outcomes, key=lambda outcome: outcome.part):
         parts.append(Padding(_table(part, list(outcomes)), (1, 0, 0, 0)))
     parts.append(Padding(_closing(validation), (1, 0, 0, 0)))
     return Group(*parts)
 
 
-def _head(validation: Validation) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in validation.about.items():
-        table.add_row(Text(name), Text(value))
-    return table
-
-
 def _table(part: str, outcomes: list[Outcome]) -> RenderableType:
-    table = Table(
-        box=RULE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold", border_style="dim"
-    )
+    table = ruled_table()
     table.add_column(part, no_wrap=True, min_width=22)
     table.add_column("verdict", no_wrap=True, min_width=7)
     table.add_column("what was done", ratio=1, overflow="fold")

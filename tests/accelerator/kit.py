@@ -204,3 +204,23 @@ def same_states(modules: Modules, twin: Modules) -> None:
             mine, other = dict(named(ours, kind)), dict(named(theirs, kind))
             assert list(mine) == list(other)
             equal([*on_host(list(mine.values())), torch.zeros(1)], [*on_host(list(other.values())), torch.zeros(1)])
+
+
+def run_until_interrupted(
+    module: nn.Module, use: Callable[[nn.Module, int], object], fraction: float, **options: Any
+) -> None:
+    """Open, use it four times and close; a Ctrl-C ends it, and closing is tried again."""
+    handle = None
+    try:
+        handle = fmstream.stream(module, memory=budget(module, fraction), device=here.name, **options)
+        with torch.no_grad():
+            for number in range(4):
+                use(module, number)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if handle is not None:
+            try:
+                handle.close()
+            except KeyboardInterrupt:
+                handle.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from fmstream.actors.staging import StagingRing
 from fmstream.device.accelerator import Accelerator
 from fmstream.errors import CancelledRun
 from fmstream.payloads.embeddings import Tables
-from tests.accelerator.kit import Left, equal, fresh, here, on_host, twin_on
+from tests.accelerator.kit import Left, equal, fresh, here, on_host, run_until_interrupted, twin_on
 from tests.accelerator.test_tables import (
     Alone,
     Reader,
@@ -72,7 +73,7 @@ def test_an_interrupt_leaves_everything_as_it_was(point: str, monkeypatch: pytes
             patch.setattr(owner, name, fail.as_method())
             if point in ("bring on", "wait for a gather"):
                 patch.setattr(Gathers, "is_done", lambda self, ticket: False)  # so that each is waited for
-            run_until_interrupted(module)
+            run_until_interrupted(module, read_some, 0.5, prefetch_window=16)
         fired += fail.fired
         before.check(module)
         here.check()
@@ -82,23 +83,10 @@ def test_an_interrupt_leaves_everything_as_it_was(point: str, monkeypatch: pytes
     assert fired
 
 
-def run_until_interrupted(module: nn.Module) -> None:
-    """Open, call and close; a Ctrl-C ends it, and closing is tried again."""
-    handle = None
-    try:
-        handle = fmstream.stream(module, memory=budget(module, 0.5), device=here.name, prefetch_window=16)
-        with torch.no_grad():
-            for number in range(4):
-                read(module, number)
-                module(ids_of(number, 1, 1))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if handle is not None:
-            try:
-                handle.close()
-            except KeyboardInterrupt:
-                handle.close()
+def read_some(module: nn.Module, number: int) -> None:
+    """Look up many rows, then a single one."""
+    read(module, number)
+    module(ids_of(number, 1, 1))
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -142,3 +130,41 @@ def test_a_gather_that_is_late_does_not_hold_up_a_cancellation(monkeypatch: pyte
     handle.close()
     before.check(module)
     here.check()
+
+
+class Held:
+    """Gathers that end only when they are stopped."""
+
+    inline_bytes = 0
+
+    def __init__(self) -> None:
+        self.running: list[object] = []
+
+    def begin(self, *_: Any) -> object:
+        self.running.append(object())
+        return self.running[-1]
+
+    def is_done(self, ticket: object) -> bool:
+        return ticket not in self.running
+
+    def wait(self, ticket: object, check_stop: Callable[[], None]) -> None:
+        check_stop()
+
+    def stop(self, ticket: object) -> bool:
+        self.running.remove(ticket)
+        return True
+
+
+def test_no_gather_reads_a_table_after_settling_though_the_run_was_cancelled() -> None:
+    fresh()
+
+    def stop() -> None:
+        raise CancelledRun("enough")
+
+    gathers: Any = Held()
+    rows = Rows(Accelerator(torch.device(here.name)), gathers, stop, 1 << 20)
+    for number in range(3):
+        rows.begin(torch.ones(64, 8), np.array([number, number + 1]))
+    assert len(gathers.running) == 3
+    rows.settle()
+    assert not gathers.running

@@ -21,7 +21,18 @@ from fmstream.device.accelerator import Accelerator
 from fmstream.payloads import placement
 from fmstream.payloads.pinning import PinnedHomes
 from tests.accelerator.cases import WIDTH, Counting, call
-from tests.accelerator.kit import Left, equal, fresh, here, named, on_host, same_states, stream_and_compare, twin_on
+from tests.accelerator.kit import (
+    Left,
+    equal,
+    fresh,
+    here,
+    named,
+    on_host,
+    run_until_interrupted,
+    same_states,
+    stream_and_compare,
+    twin_on,
+)
 from tests.kit import budget, mlp
 from tests.kit_runtime import FailAt, Injected, assert_all_in_files, map_weights
 
@@ -62,24 +73,6 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, point: str, n: int) -> Iterator
         yield fail
 
 
-def run_until_interrupted(module: nn.Module, **options: Any) -> None:
-    """Open, call and close; a Ctrl-C ends it, and closing is tried again."""
-    handle = None
-    try:
-        handle = fmstream.stream(module, memory=budget(module, 0.4), device=here.name, **options)
-        with torch.no_grad():
-            for number in range(4):
-                call(module, number)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if handle is not None:
-            try:
-                handle.close()
-            except KeyboardInterrupt:
-                handle.close()
-
-
 @pytest.mark.parametrize("options", [{}, {"pinned": 0}], ids=["pinned", "staged"])
 @pytest.mark.parametrize("point", POINTS)
 def test_an_interrupt_leaves_everything_as_it_was(
@@ -92,7 +85,7 @@ def test_an_interrupt_leaves_everything_as_it_was(
         before, values = Left(module), [p.detach().clone() for p in module.parameters()]
         allocated = here.allocated()
         with interrupted(monkeypatch, point, n) as fail:
-            run_until_interrupted(module, **options)
+            run_until_interrupted(module, call, 0.4, **options)
         fired += fail.fired
         before.check(module)
         here.check()

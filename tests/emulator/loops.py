@@ -19,8 +19,8 @@ FAULTS: Final = (
     "the host reads a result too early",
     "record_stream is left out",
 )
-EARLY, LATE = ("eager",), ("late", 1, 2, 3, 4, 5)
-"""Ways of execution in which data hardly ever shows a fault, and in which it may."""
+LATE = ("late", 1, 2, 3, 4, 5)
+"""Ways of execution in which data may show a fault; where all is done at once it hardly ever does."""
 
 
 def reports_of(fault: str, execution: str | int) -> list[emulator.Report]:

@@ -14,25 +14,22 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from fmstream import PagedCache
-from fmstream.core.pages import RESIDENT
 from fmstream.emulator.backlog import Execution
 from fmstream.payloads.kv.choosing import Seen
 from fmstream.payloads.kv.chosen_layer import ATTENTION, ChosenLayer
 from tests.kv.kit import fresh
+from tests.kv.kit_twins import DIM, HEADS, MAX_LENGTH, Held, Operation, Twins, let_leave
 
-LAYERS, HEADS, DIM, TOKENS = 4, 2, 4, 3
-MAX_ROWS, MAX_LENGTH, MAX_CACHES = 4, 40, 3
+LAYERS, TOKENS = 4, 3
 CONFIG = LlamaConfig(num_hidden_layers=LAYERS, hidden_size=4 * DIM, num_attention_heads=4, num_key_value_heads=HEADS)
 
-Operation = tuple[str, int, int]
 OPERATIONS = (*["step"] * 4, *["prompt"] * 2, "fork", "reorder", "crop", "free", "repeat", "select", "spill", "read")
 
 
-class Twins:
-    """Caches in one pool, each beside tensors that hold the same."""
+class ChosenTwins(Twins):
+    """With steps that attend to the pages that matter most."""
 
     def __init__(self, device: str, folder: Any, host_pages: int) -> None:
-        self.device = device
         CONFIG._attn_implementation_internal = ATTENTION
         first = PagedCache(
             CONFIG, page_tokens=TOKENS, kv_budget=3, kv_host_memory=host_pages * 2 * DIM * TOKENS * 4, spill_dir=folder
@@ -40,50 +37,21 @@ class Twins:
         assert first.selection is not None
         first.selection.watch = self.watch
         self.seen: Seen | None = None
-        self.pairs: list[tuple[PagedCache, list[Tensor | None]]] = [(first, [None] * LAYERS)]
-        self.number = 0.0
         self.num_chosen = 0
+        super().__init__(device, first)
 
     def watch(self, seen: Seen) -> None:
         self.seen = seen
 
-    def tensor(self, rows: int, length: int) -> Tensor:
-        """Values that occur nowhere else; at times the same in all sequences."""
-        count = rows * HEADS * length * DIM
-        self.number += count
-        new = torch.arange(self.number - count, self.number).view(rows, HEADS, length, DIM) / 64
-        return new[:1].repeat(rows, 1, 1, 1) if self.number % 3 == 0 else new
-
-    def apply(self, operation: Operation) -> None:
-        """Carry out one operation on a cache and on its tensors."""
-        name, which, value = operation
-        cache, held = self.pairs[which % len(self.pairs)]
-        rows = held[0].shape[0] if held[0] is not None else 1 + value % 3
-        length = held[0].shape[2] if held[0] is not None else 0
-        choose = np.random.default_rng(value)
+    def act(self, cache: PagedCache, held: Held, name: str, value: int) -> None:
+        rows, length = (held[0].shape[0], held[0].shape[2]) if held[0] is not None else (1 + value % 3, 0)
         if name in ("step", "prompt"):
             cache.selection.gate = 0.0 if value % 7 == 0 else 2.0
             self.append(cache, held, rows, min(1 if name == "step" else 2 + value % 15, MAX_LENGTH - length))
-        elif name == "fork" and len(self.pairs) < MAX_CACHES:
-            self.pairs.append((cache.fork(), list(held)))
-        elif name == "free":
-            if len(self.pairs) > 1:
-                self.pairs.remove((cache, held))
-            else:
-                cache.reset()
-                held[:] = [None] * LAYERS
-        elif name == "crop" and length:
-            cut = 1 + value % length
-            cache.crop(-cut)
-            held[:] = [tensor[:, :, : length - cut] if length > cut else None for tensor in held]
         elif name == "spill" and length:
-            self.spill(cache, choose)
-        elif name == "read":
-            self.compare(cache, held)
-        elif length and name in ("repeat", "reorder", "select"):
-            self.choose(cache, held, name, rows, choose)
+            self.spill(cache, np.random.default_rng(value))
 
-    def append(self, cache: PagedCache, held: list[Tensor | None], rows: int, count: int) -> None:
+    def append(self, cache: PagedCache, held: Held, rows: int, count: int) -> None:
         for index in range(LAYERS if count else 0):
             new = self.tensor(rows, count)
             keys, values = cache.update(new.to(self.device), (-new).to(self.device), index)
@@ -114,32 +82,11 @@ class Twins:
         assert torch.equal(keys.cpu(), wanted)
         assert torch.equal(values.cpu(), -wanted)
 
-    def choose(self, cache: PagedCache, held: list[Tensor | None], name: str, rows: int, choose: Any) -> None:
-        if name == "repeat":
-            if rows * 2 <= MAX_ROWS:
-                cache.batch_repeat_interleave(2)
-                held[:] = [tensor.repeat_interleave(2, 0) for tensor in held]
-            return
-        count = rows if name == "reorder" else 1 + int(choose.integers(rows))
-        index = torch.tensor(choose.integers(rows, size=count))
-        (cache.reorder_cache if name == "reorder" else cache.batch_select_indices)(index)
-        held[:] = [tensor[index] for tensor in held]
-
     def spill(self, cache: PagedCache, choose: Any) -> None:
         """Let some pages leave, as pressure would; also those that are being filled."""
         layer: Any = cache.layers[int(choose.integers(LAYERS))]
         layer.pool.enter(layer.block)
-        pages = np.unique(layer.block.pages)
-        pages = pages[layer.pool.frames.table.state[pages] == RESIDENT]
-        layer.pool.frames.evict(pages[choose.random(len(pages)) < 0.6])
-
-    def compare(self, cache: PagedCache, held: list[Tensor | None]) -> None:
-        for index, tensor in enumerate(held):
-            layer = cache.layers[index]
-            assert layer.get_seq_length() == (0 if tensor is None else tensor.shape[2])
-            if tensor is not None:
-                assert torch.equal(layer.keys.cpu(), tensor)
-                assert torch.equal(layer.values.cpu(), -tensor)
+        let_leave(layer, choose)
 
     def check(self) -> None:
         layer: Any = self.pairs[0][0].layers[0]
@@ -159,7 +106,7 @@ def test_contents_are_those_of_tensors(
     device: str, execution: Execution, operations: list[Operation], host_pages: int, tmp_path_factory: Any
 ) -> None:
     machine = fresh(execution)
-    twins = Twins(device, tmp_path_factory.mktemp("spill"), host_pages)
+    twins = ChosenTwins(device, tmp_path_factory.mktemp("spill"), host_pages)
     with torch.no_grad():
         for operation in [("prompt", 0, 13), ("prompt", 0, 14), ("step", 0, 1), *operations]:
             twins.apply(operation)
@@ -177,7 +124,7 @@ def test_contents_are_those_of_tensors(
 def test_many_steps_leave_nothing_behind() -> None:
     """Every page that comes goes again: tables and homes do not grow with the number of steps."""
     fresh(check=None)
-    twins = Twins("cpu", None, 100_000)
+    twins = ChosenTwins("cpu", None, 100_000)
     cache, held = twins.pairs[0]
     sizes = []
     with torch.no_grad():

@@ -24,7 +24,8 @@ from fmstream.payloads.kv.hostpages import HostPages
 from fmstream.payloads.kv.packing import Packer
 from fmstream.payloads.kv.tiers import FILE, PACKED
 from tests.kv.kit import ORDERS, compare, fresh, llama, model_on, prompt
-from tests.kv.test_operations import Operation, Twins, operations, play
+from tests.kv.kit_twins import Operation
+from tests.kv.test_operations import SharingTwins, operations, play
 
 TOKENS, HEADS, DIM = 16, 2, 8
 """A page of 512 elements."""
@@ -234,7 +235,7 @@ def test_nothing_is_left_of_a_cache_that_packed() -> None:
     assert machine.allocator.statistics().allocated == before
 
 
-class PackedTwins(Twins):
+class PackedTwins(SharingTwins):
     """The same with pages that are packed, and some that cannot be."""
 
     tokens, dim, element_bytes = TOKENS, DIM, 2
