@@ -87,7 +87,6 @@ def test_layers_dropped_at_random(policy: str) -> None:
         assert policy == "sync" or handle.telemetry.wasted_bytes > 0
         assert handle.report.totals.wasted_bytes == handle.telemetry.wasted_bytes
         assert len(handle.telemetry.notes) <= 1
-        assert len(handle.telemetry.notes) <= 1
 
 
 def test_layer_repeated_a_varying_number_of_times() -> None:

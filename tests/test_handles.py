@@ -274,6 +274,22 @@ def test_run_refuses_a_name_that_both_know_and_names_the_remedy() -> None:
     twin.check_restored()
 
 
+def test_run_does_not_pass_an_option_on_to_whoever_takes_any_keyword() -> None:
+    given: list[dict[str, Any]] = []
+    twin = Twin(Model(), make_input())
+
+    def pipeline(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        given.append(kwargs)
+        return twin.module(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigError, match=r"config=\{'num_workers'.*call_kwargs=\{'num_workers'"):
+        fmstream.run(pipeline, twin.x, modules=twin.module, num_workers=2)
+    assert not given
+    fmstream.run(pipeline, twin.x, modules=twin.module, steps=3, call_kwargs={"num_workers": 2})
+    assert given == [{"steps": 3, "num_workers": 2}]
+    twin.check_restored()
+
+
 def test_run_names_the_nearest_method() -> None:
     twin = Twin(Model(), make_input())
     with pytest.raises(ConfigError, match="'generate'"):

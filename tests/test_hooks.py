@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fmstream
+from fmstream.errors import ConfigError
 from tests.kit import agree, budget, mlp, noise, same, streamed, streamed_bytes
 
 X = noise(4, 32)
@@ -223,6 +226,32 @@ def test_export_after_streaming_gives_the_program_of_the_plain_module() -> None:
     ours, theirs = torch.export.export(module, (X,)), torch.export.export(twin, (X,))
     assert [str(node) for node in ours.graph.nodes] == [str(node) for node in theirs.graph.nodes]
     agree(ours.module(), twin, X)
+
+
+RECORDERS: dict[str, Callable[..., Any]] = {
+    "export": partial(torch.export.export, strict=False),
+    "trace": torch.jit.trace,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_program_of_what_streams_is_refused_with_the_remedy(recorder: str) -> None:
+    module = mlp(4).requires_grad_(False)
+    twin = copy.deepcopy(module)
+    with streamed(module), torch.no_grad():
+        agree(module, twin, X, times=2)
+        with pytest.raises(ConfigError, match=r"Sequential streams.*close the handle first"):
+            RECORDERS[recorder](module, (X,))
+        agree(module, twin, X, times=2)
+
+
+def test_what_fits_where_it_lies_is_exported_as_ever() -> None:
+    module = mlp(4)
+    twin = copy.deepcopy(module)
+    with streamed(module, memory=None, idle=True):
+        agree(torch.export.export(module, (X,), strict=False).module(), twin, X)
+        agree(module, twin, X)
 
 
 Point = namedtuple("Point", "left right")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Final
 
 from fmstream.core.reading import Unread, names_in, parse_cpu_list, parse_int, read_int, read_text
 
+VIRTUAL_DISKS: Final = ("virtio", "vbd-", "VMBUS")
+"""How the folders of disks begin that KVM, Xen and Hyper-V make up; they call themselves turning, whatever they are."""
 _OCTAL: Final = re.compile(r"\\([0-3][0-7]{2})")
 
 
@@ -82,8 +85,11 @@ def is_rotational(sysfs: Path, device: str) -> bool | Unread:
     # A partition has its queue in the disk's folder above.
     for queue in (folder / "queue", folder / "../queue"):
         value = read_int(queue / "rotational")
-        if not isinstance(value, Unread):
-            return value == 1
+        if isinstance(value, Unread):
+            continue
+        if value == 1 and any(part.startswith(VIRTUAL_DISKS) for part in os.path.realpath(folder).split("/")):
+            return Unread("a virtual disk may say so of any disk beneath it")
+        return value == 1
     return Unread("not told")
 
 

@@ -88,21 +88,24 @@ def refuse_shared_names(call: Callable[..., Any], given: Iterable[str], passed_o
 
     Raises:
         ConfigError: one of the options in ``given`` is also a parameter of ``call``, or one of the arguments in
-            ``passed_on`` is an option of fmstream that ``call`` does not take.
+            ``passed_on`` is an option of fmstream that ``call`` does not name.
     """
     target = call.forward if isinstance(call, nn.Module) else call
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):  # a built-in that does not tell its parameters
         return
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in given:
         if name in parameters:
             raise ConfigError(
                 f"{name}= is an option of fmstream and an argument of the pipeline: "
                 f"write call_kwargs={{{name!r}: ...}} for the pipeline's, config={{{name!r}: ...}} for fmstream's"
             )
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        options = {field.name for field in fields(StreamConfig)}
-        for name in passed_on:
-            if name in options and name not in parameters:
-                raise ConfigError(f"{name}= is an option of StreamConfig: give it as config={{{name!r}: ...}}")
+    options = {field.name for field in fields(StreamConfig)}
+    for name in passed_on:
+        if name in options and name not in parameters:
+            raise ConfigError(
+                f"{name}= is an option of StreamConfig: give it as config={{{name!r}: ...}}"
+                + (f", or as call_kwargs={{{name!r}: ...}} if the pipeline's **kwargs know it" if takes_any else "")
+            )

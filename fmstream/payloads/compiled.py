@@ -76,6 +76,20 @@ def begin(module: nn.Module) -> None:
         )
 
 
+def refuse_recording(module: nn.Module) -> None:
+    """Called before a pass of a module whose weights come and go.
+
+    Raises:
+        ConfigError: ``torch.export`` or ``torch.jit.trace`` is recording the call: the program would look into memory
+            that holds other weights by then.
+    """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise ConfigError(
+            f"{type(module).__name__} streams, so no program of it can be recorded by torch.export or torch.jit.trace: "
+            "close the handle first"
+        )
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled: with its own ``compile()``, or by ``torch.compile`` of it or its ``forward``."""
     call = module.__dict__.get("_compiled_call_impl")

@@ -29,7 +29,7 @@ from fmstream.device.opening import device_name, open_device
 from fmstream.errors import CancelledRun, ForkedError, StreamError
 from fmstream.payloads import budget, groups, saved, transforms
 from fmstream.payloads.annex import Annex
-from fmstream.payloads.compiled import REMEDY
+from fmstream.payloads.compiled import REMEDY, refuse_recording
 from fmstream.payloads.conduct import Conduct
 from fmstream.payloads.embeddings import Tables
 from fmstream.payloads.fitting import decide
@@ -298,6 +298,7 @@ class Session:
             )
         if self._executor is None and not self.closed:
             return self._watched(site, plain, args, kwargs)
+        refuse_recording(site.module)
         current = self.current
         if current is not None and current.thread != get_ident() and self._is_inside(site, current):
             # A thread that a forward started: waiting for the pass would be waiting for ourselves.  Stand-ins fault.

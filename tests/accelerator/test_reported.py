@@ -27,7 +27,7 @@ from tests.kit_runtime import FailAt
 MIB = 1 << 20
 
 
-# Compiled modules (FB-15)
+# Compiled modules
 
 
 def test_a_compiled_module_makes_no_more_graphs_with_more_steps() -> None:
@@ -47,7 +47,7 @@ def test_a_compiled_module_makes_no_more_graphs_with_more_steps() -> None:
     torch._dynamo.reset()
 
 
-# Order (FB-22, FB-23)
+# Order
 
 
 @pytest.mark.parametrize("execution", ORDERS)
@@ -77,7 +77,7 @@ def test_what_the_host_reads_has_come_from_the_device(execution: Any) -> None:
         stream_and_compare(module, call, 20)
 
 
-# Memory (FB-25, FB-26)
+# Memory
 
 
 def test_a_host_that_runs_ahead_takes_no_more_memory() -> None:
@@ -105,7 +105,7 @@ def test_pinned_memory_is_charged_as_it_is_however_the_system_rounds() -> None:
     assert set(charged) == {charged[0]}
 
 
-# Pins that are refused (FB-27, FB-28)
+# Pins that are refused
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -153,7 +153,7 @@ def test_no_card_is_an_error_that_names_the_remedy() -> None:
             fmstream.stream(mlp(2, WIDTH), device="cuda", memory="50%")
 
 
-# The device of each thread (FB-38)
+# The device of each thread
 
 
 class Driver:

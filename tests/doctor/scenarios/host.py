@@ -119,6 +119,16 @@ def a_model_on_a_disk_that_turns(m: Machine) -> None:
     m.wanted = Wanted(path=Path("/data store/m"))
 
 
+@expect({30: ("OK", "ext4 on /data store(?!, on a disk)")})
+def a_model_on_a_virtual_disk_that_says_that_it_turns(m: Machine) -> None:
+    m.gpu()
+    m.mount("/data\\040store", "ext4", "/dev/vda1", "254:1")
+    write(m.sysfs / "devices/pci0000:00/virtio1/block/vda/queue/rotational", "1\n")
+    write(m.sysfs / "devices/pci0000:00/virtio1/block/vda/vda1/partition", "1\n")
+    (m.sysfs / "dev/block/254:1").symlink_to(m.sysfs / "devices/pci0000:00/virtio1/block/vda/vda1")
+    m.wanted = Wanted(path=Path("/data store/m"))
+
+
 @expect({30: ("INFO", "nfs4 on /srv.*network file system")})
 def a_model_on_the_network(m: Machine) -> None:
     m.gpu()
