@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from fmstream.config import check_kv_options, check_selection, host_bytes
 from fmstream.core.choices import History, Sample, SelectionCounts
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
+from fmstream.device.pagefile import PageFile
 from fmstream.errors import ConfigError
 from fmstream.payloads.kv.attention import selecting
 from fmstream.payloads.kv.blocks import BlockTable
@@ -124,6 +126,9 @@ class PagedCache(DynamicCache):
     ) -> None:
         check_kv_options(kv_cache_max_pages, page_tokens, cpu_offload_threshold_mb, kv_host_memory)
         check_selection(kv_budget, context_window)
+        check_model_config(config)
+        if spill_dir is not None:
+            PageFile(spill_dir, 1).close()  # a folder that cannot be used is said now, not when memory is full
         plain = DynamicCache(config=config)
         self.notes: list[str] = []
         self._note = note or self.notes.append
@@ -135,6 +140,7 @@ class PagedCache(DynamicCache):
         self._pools: dict[tuple[torch.device, PageShape], Pool] = {}
         self._siblings: dict[Pool, list[BlockTable]] = {}
         self._lanes: dict[torch.device, Lanes] = {}
+        self._making = threading.Lock()
         num_paged = sum(map(is_paged, plain.layers))
         threshold = cpu_offload_threshold_mb * MEBIBYTE
         num_choosing = 0 if kv_budget is None else max(0, num_paged - NUM_EXEMPT)
@@ -173,22 +179,26 @@ class PagedCache(DynamicCache):
         apart, heads = self.selection is not None, int(keys.shape[1])
         shape = PageShape(self._page_tokens, 1 if apart else heads, keys.shape[-1], values.shape[-1], keys.dtype)
         key = (keys.device, shape)
-        if key not in self._pools:
-            if keys.device not in self._lanes:
-                self._lanes[keys.device] = lanes_of(open_device(keys.device))
-            lanes = self._lanes[keys.device]
-            rows = keys.shape[0] * heads // shape.heads
-            size = self._sizing.first(lanes, shape, rows, keys.shape[-2])
-            tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
-            layers = self._sizing.num_layers
-            self._pools[key] = pool = (
-                ChosenPool(lanes, shape, tiers, layers, size, heads)
-                if apart
-                else Pool(lanes, shape, tiers, layers, size)
-            )
-            self.moves.append(Moves(shape.num_bytes, pool.frames.counts))
-        pool = self._pools[key]
+        with self._making:  # forks share pools, and may be used by different threads
+            pool = self._pools.get(key)
+            if pool is None or pool.turn.is_broken:
+                self._pools[key] = pool = self._new_pool(shape, keys, heads if apart else None)
         return pool, self._siblings.setdefault(pool, [])
+
+    def _new_pool(self, shape: PageShape, keys: torch.Tensor, heads: int | None) -> Pool:
+        """A pool for such keys; for pages of one KV head each where ``heads`` are given."""
+        if keys.device not in self._lanes:
+            self._lanes[keys.device] = lanes_of(open_device(keys.device))
+        lanes, layers = self._lanes[keys.device], self._sizing.num_layers
+        size = self._sizing.first(lanes, shape, keys.shape[0] * int(keys.shape[1]) // shape.heads, keys.shape[-2])
+        tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
+        pool = (
+            Pool(lanes, shape, tiers, layers, size)
+            if heads is None
+            else ChosenPool(lanes, shape, tiers, layers, size, heads)
+        )
+        self.moves.append(Moves(shape.num_bytes, pool.frames.counts))
+        return pool
 
     def selecting(self, model: Any) -> AbstractContextManager[None]:
         """Set a model's attention to the one that chooses pages for the body of ``with``; without effect if nothing is
@@ -279,19 +289,37 @@ class PagedCache(DynamicCache):
     def check(self) -> None:
         """Verify the laws of all pools."""
         for pool in self._pools.values():
-            pool.check()
+            with pool.turn.lock:
+                pool.check()
 
     def close(self) -> None:
-        """Forget everything and give all memory back; may be called again."""
+        """Forget everything and give all memory back; may be called again.
+
+        Pools that a fork uses as well stay with it.
+        """
         self.reset()  # type: ignore[no-untyped-call]
-        for pool in self._pools.values():
-            pool.close()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
-                layer.pool = None
-        self._pools.clear()
+                layer.leave()
+        for key, pool in list(self._pools.items()):
+            if not pool.is_used:
+                del self._pools[key]
+                pool.close()
         self._siblings.clear()
-        self._lanes.clear()
+        if not self._pools:
+            self._lanes.clear()
+
+
+def check_model_config(config: Any) -> None:
+    """Check that a cache can be made for it.
+
+    Raises:
+        ConfigError: it is no configuration of a model of transformers.
+    """
+    if not callable(getattr(config, "get_text_config", None)):
+        raise ConfigError(
+            f"{type(config).__name__} is no configuration of a transformers model: give PagedCache model.config"
+        )
 
 
 def is_paged(layer: Any) -> bool:
