@@ -16,6 +16,7 @@ from fmstream.payloads.kv.digests import LayerDigests
 from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.sizing import Sizes
+from fmstream.payloads.kv.turns import in_turn
 from fmstream.payloads.page_select import Digests, Limits
 
 ATTENTION: Final = "fmstream_pages"
@@ -78,12 +79,17 @@ class ChosenLayer(PagedLayer):
         """Append keys and values; returns all of them, or in a step that chooses the new ones.
 
         Raises:
-            ConfigError: a gradient would have to flow through the cache, or the model's attention is not the one that
-                chooses.
+            ConfigError: as in `PagedLayer`, or the model's attention is not the one that chooses.
             MemoryBudgetError: there is no room in any tier; the layer is as before.
         """
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    @in_turn
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._enter(key_states, value_states)
         self._refuse_other_attention()
+        if not self.block.length and not key_states.shape[-2]:
+            return self._marked(key_states), value_states
         keys, values = (part.reshape(-1, 1, *part.shape[-2:]) for part in (key_states, value_states))
         with torch.no_grad():
             if self._is_step(key_states):
@@ -126,6 +132,7 @@ class ChosenLayer(PagedLayer):
         limits = self.selection.limits(self._pool.quota(self.block.num_sequences))
         return self.selection.has_choice(limits, self.block.length // self._pool.shape.tokens)
 
+    @in_turn
     def crop(self, tokens_to_remove: int) -> None:
         """See `PagedLayer`."""
         super().crop(tokens_to_remove)
@@ -140,6 +147,7 @@ class ChosenLayer(PagedLayer):
         self._meant = np.zeros((0, 0), np.bool_)
         self._pending = False
 
+    @in_turn
     def _choose(self, sequences: NDArray[np.int64]) -> None:
         if self.pool is None or not self.block.length:
             return
@@ -162,6 +170,7 @@ class ChosenLayer(PagedLayer):
         """Whether a token was stored whose attention has not been asked for."""
         return self._pending
 
+    @in_turn
     def everything(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a step whose attention cannot choose."""
         self._pending = False
@@ -188,6 +197,7 @@ class ChosenLayer(PagedLayer):
             return keys, values, mask & inside
         return keys, values, mask.masked_fill(~inside, torch.finfo(mask.dtype).min)
 
+    @in_turn
     @torch.no_grad()
     def attend(
         self, query: torch.Tensor, mask: torch.Tensor | None, scale: float | None
