@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, MistralConfig
 
 from fmstream import PagedCache
 from fmstream.errors import ConfigError, IdsError
-from tests.kv.kit import PAGE_TOKENS, fresh, llama, model_on
+from fmstream.payloads.kv.chosen_layer import ATTENTION
+from tests.kv.kit import (
+    HEADS,
+    PAGE_TOKENS,
+    SMALL,
+    fresh,
+    gemma,
+    generate,
+    llama,
+    model_on,
+    plain_cache,
+    prompt,
+)
 
 
 def cache_with(rows: int = 3, dtype: torch.dtype = torch.float32) -> tuple[PagedCache, Tensor]:
@@ -148,3 +162,62 @@ def test_sequences_that_multiply_can_be_read(pages: int | None, budget: int | No
         cache.update(keys, -keys, 0)
         cache.batch_repeat_interleave(9 if pages is None else 2)
         assert holds(cache, keys.repeat(9 if pages is None else 2, 1, 1, 1))
+
+
+def deepseek() -> Any:
+    """A model that makes its keys of what it keeps."""
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+    torch.manual_seed(0)
+    dense = SMALL | {"num_attention_heads": 4, "first_k_dense_replace": 4}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**dense, **sizes)).eval()
+
+
+@pytest.mark.parametrize("options", [{"kv_budget": 3}, {"context_window": 9}], ids=str)
+def test_a_model_that_makes_other_keys_is_refused_at_its_first_layer(options: dict[str, Any]) -> None:
+    model = deepseek()
+    cache = PagedCache(model.config, page_tokens=4, **options)
+    with cache.selecting(model):
+        with pytest.raises(ConfigError, match=r"does not hand its keys .* leave kv_budget and context_window out"):
+            generate(model, prompt(30), cache)
+        assert [layer.get_seq_length() for layer in cache.layers] == [30, 0, 0, 0]
+    assert model.config._attn_implementation == "sdpa"
+    plain = generate(model, prompt(30), plain_cache(model))
+    assert torch.equal(generate(model, prompt(30), PagedCache(model.config, 24, page_tokens=4)), plain)
+
+
+def test_a_window_that_is_narrower_than_a_layers_own() -> None:
+    config = model_on(gemma, "cpu").config
+    with pytest.raises(ConfigError, match=r"context_window=11 is less than the 12 tokens .* give at least 12"):
+        PagedCache(config, context_window=11)
+    PagedCache(config, context_window=12)
+
+
+def test_options_without_effect_are_told() -> None:
+    slides = MistralConfig(**SMALL, **HEADS, sliding_window=16)
+    (note,) = PagedCache(slides, 9).notes
+    assert note.startswith("nothing lies in pages here: 0 of 4 layers keep all tokens")
+    (note,) = PagedCache(model_on(gemma, "cpu").config, kv_budget=0.5).notes
+    assert note.startswith("kv_budget chooses nothing here: 2 of 4 layers keep all tokens, of which the first 2 always")
+    assert not PagedCache(model_on(llama, "cpu").config, kv_budget=0.5).notes
+
+
+def test_a_cache_made_of_a_copy_of_the_configuration_chooses() -> None:
+    model = model_on(llama, "cpu")
+    cache = PagedCache(copy.deepcopy(model.config), page_tokens=4, kv_budget=3)
+    with cache.selecting(model):
+        generate(model, prompt(60), cache)
+    assert cache.statistics().selection.decisions > 0
+    with pytest.raises(ConfigError, match="need the attention that chooses pages, and the model has 'sdpa'"):
+        generate(model, prompt(100), cache)
+
+
+def test_the_last_body_that_ends_gives_the_attention_back() -> None:
+    model = model_on(llama, "cpu")
+    caches = [PagedCache(model.config, page_tokens=4, kv_budget=3) for _ in range(2)]
+    first, second = (cache.selecting(model) for cache in caches)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # as two threads may
+    assert model.config._attn_implementation == ATTENTION
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"

@@ -7,7 +7,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -162,6 +162,13 @@ class PagedCache(DynamicCache):
                 choose,
                 context_window=context_window,
             )
+        self._check_windows(plain.layers, context_window)
+        if not num_paged or (kv_budget is not None and not num_choosing):
+            what = "kv_budget chooses nothing" if num_paged else "nothing lies in pages"
+            self._note(
+                f"{what} here: {num_paged} of {len(plain.layers)} layers keep all tokens, of which "
+                f"the first {NUM_EXEMPT} always attend to all"
+            )
         pool_for, layers = weak(self._pool_for), list(plain.layers)
         places = [index for index, layer in enumerate(layers) if is_paged(layer)]
         for rank, index in enumerate(places):
@@ -172,6 +179,16 @@ class PagedCache(DynamicCache):
                 else ChosenLayer(pool_for, self._sizing, self.selection, chooses=chooses)
             )
         Cache.__init__(self, layers=layers)
+
+    @staticmethod
+    def _check_windows(layers: Iterable[Any], window: int | None) -> None:
+        """Layers that slide are transformers' own, and do not know of a narrower window."""
+        widest = max((getattr(layer, "sliding_window", None) or 0 for layer in layers), default=0)
+        if window is not None and window < widest:
+            raise ConfigError(
+                f"context_window={window} is less than the {widest} tokens that some layers of this model attend to "
+                f"anyway, in a window of their own: give at least {widest}, or set the model's sliding_window"
+            )
 
     def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
         if keys.dtype != values.dtype:
@@ -207,7 +224,18 @@ class PagedCache(DynamicCache):
         Raises:
             ConfigError: the model's attention is not "sdpa", or cannot be exchanged.
         """
-        return selecting(model) if self.selection is not None else contextlib.nullcontext()
+        return contextlib.nullcontext() if self.selection is None else self._selecting(model, self.selection)
+
+    @contextlib.contextmanager
+    def _selecting(self, model: Any, selection: Selection) -> Iterator[None]:
+        config, before = model.config.get_text_config(decoder=True), selection.implementation
+        # The cache may have been made of a copy of the model's configuration.
+        selection.implementation = lambda: config._attn_implementation
+        try:
+            with selecting(model):
+                yield
+        finally:
+            selection.implementation = before
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
