@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,19 @@ ATTENTION: Final = "fmstream_pages"
 """The attention implementation that models with chosen pages are set to, and the name of its mask function."""
 MARK: Final = "_fmstream_layer"
 """Attribute of keys on their way from a layer of the cache to the attention function."""
+UNMARKED: Final = (
+    "the model does not hand its keys to the attention function as they come from the cache, so that nothing can be "
+    "chosen for it: leave kv_budget and context_window out"
+)
+
+
+class OnTheWay(threading.local):
+    """Whether keys with the mark were handed out in this thread and no attention function was called since."""
+
+    is_expected = False
+
+
+on_the_way = OnTheWay()
 
 
 class ChosenLayer(PagedLayer):
@@ -109,6 +123,7 @@ class ChosenLayer(PagedLayer):
     def _marked(self, keys: torch.Tensor) -> torch.Tensor:
         keys = keys.view_as(keys)
         setattr(keys, MARK, self)
+        on_the_way.is_expected = True
         return keys
 
     def _refuse_other_attention(self) -> None:
@@ -120,10 +135,7 @@ class ChosenLayer(PagedLayer):
             )
         if self._pending:
             self._pending = False
-            raise ConfigError(
-                "the model does not hand its keys to the attention function as they come from the cache, so that pages "
-                "cannot be chosen for it: leave kv_budget out"
-            )
+            raise ConfigError(UNMARKED)
 
     def _is_step(self, keys: torch.Tensor) -> bool:
         """Whether pages are chosen for these tokens: where all may be chosen nothing is to be decided."""
