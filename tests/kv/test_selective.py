@@ -213,6 +213,7 @@ def test_a_fork_goes_its_own_way() -> None:
         assert torch.equal(cache.layers[3].keys.cpu(), before)
         assert other.get_seq_length() == 68
         other.check()
+        other.close()
 
 
 @pytest.mark.parametrize("budget", [None, 3])

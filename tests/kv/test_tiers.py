@@ -137,10 +137,12 @@ def test_pinned_memory_is_given_back_when_the_cache_goes() -> None:
     assert not machine.reports
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_folder_that_went_away(tmp_path: Path) -> None:
     fresh()
-    model = model_on(llama, "cpu")
-    cache = PagedCache(model.config, LAYER, page_tokens=8, kv_host_memory=0, spill_dir=tmp_path / "none")
+    model, folder = model_on(llama, "cpu"), tmp_path / "none"
+    folder.mkdir()
+    cache = PagedCache(model.config, LAYER, page_tokens=8, kv_host_memory=0, spill_dir=folder)
+    folder.rmdir()
     with pytest.raises(ConfigError, match=r"no file for KV pages can be made in .*none .*give another spill_dir"):
         generate(model, prompt(30), cache)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -18,6 +19,7 @@ from fmstream.core.choices import History, Sample, SelectionCounts
 from fmstream.device.lanes import Lanes, lanes_of
 from fmstream.device.opening import open_device
 from fmstream.device.page_packing import packed_bytes, why_not_unpacked
+from fmstream.device.pagefile import PageFile
 from fmstream.errors import ConfigError
 from fmstream.payloads.kv.attention import selecting
 from fmstream.payloads.kv.blocks import BlockTable
@@ -132,6 +134,9 @@ class PagedCache(DynamicCache):
     ) -> None:
         check_kv_options(kv_cache_max_pages, page_tokens, cpu_offload_threshold_mb, kv_host_memory)
         check_selection(kv_budget, context_window)
+        check_model_config(config)
+        if spill_dir is not None:
+            PageFile(spill_dir, 1).close()  # a folder that cannot be used is said now, not when memory is full
         plain = DynamicCache(config=config)
         self.notes: list[str] = []
         self._note = note or self.notes.append
@@ -144,6 +149,7 @@ class PagedCache(DynamicCache):
         self._pools: dict[tuple[torch.device, PageShape], Pool] = {}
         self._siblings: dict[Pool, list[BlockTable]] = {}
         self._lanes: dict[torch.device, Lanes] = {}
+        self._making = threading.Lock()
         num_paged = sum(map(is_paged, plain.layers))
         threshold = cpu_offload_threshold_mb * MEBIBYTE
         num_choosing = 0 if kv_budget is None else max(0, num_paged - NUM_EXEMPT)
@@ -165,6 +171,13 @@ class PagedCache(DynamicCache):
                 choose,
                 context_window=context_window,
             )
+        self._check_windows(plain.layers, context_window)
+        if not num_paged or (kv_budget is not None and not num_choosing):
+            what = "kv_budget chooses nothing" if num_paged else "nothing lies in pages"
+            self._note(
+                f"{what} here: {num_paged} of {len(plain.layers)} layers keep all tokens, of which "
+                f"the first {NUM_EXEMPT} always attend to all"
+            )
         pool_for, layers = weak(self._pool_for), list(plain.layers)
         places = [index for index, layer in enumerate(layers) if is_paged(layer)]
         for rank, index in enumerate(places):
@@ -176,28 +189,42 @@ class PagedCache(DynamicCache):
             )
         Cache.__init__(self, layers=layers)
 
+    @staticmethod
+    def _check_windows(layers: Iterable[Any], window: int | None) -> None:
+        """Layers that slide are transformers' own, and do not know of a narrower window."""
+        widest = max((getattr(layer, "sliding_window", None) or 0 for layer in layers), default=0)
+        if window is not None and window < widest:
+            raise ConfigError(
+                f"context_window={window} is less than the {widest} tokens that some layers of this model attend to "
+                f"anyway, in a window of their own: give at least {widest}, or set the model's sliding_window"
+            )
+
     def _pool_for(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pool, list[BlockTable]]:
         if keys.dtype != values.dtype:
             raise ConfigError(f"keys are {keys.dtype} and values {values.dtype}: a page holds one type")
         apart, heads = self.selection is not None, int(keys.shape[1])
         shape = PageShape(self._page_tokens, 1 if apart else heads, keys.shape[-1], values.shape[-1], keys.dtype)
         key = (keys.device, shape)
-        if key not in self._pools:
-            if keys.device not in self._lanes:
-                self._lanes[keys.device] = lanes_of(open_device(keys.device))
-            lanes = self._lanes[keys.device]
-            rows = keys.shape[0] * heads // shape.heads
-            size = self._sizing.first(lanes, shape, rows, keys.shape[-2])
-            tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
-            layers = self._sizing.num_layers
-            self._pools[key] = pool = (
-                ChosenPool(lanes, shape, tiers, layers, size, heads)
-                if apart
-                else Pool(lanes, shape, tiers, layers, size, self._packing(lanes.torch_device, shape))
-            )
-            self.moves.append(Moves(shape.num_bytes, pool.frames.counts))
-        pool = self._pools[key]
+        with self._making:  # forks share pools, and may be used by different threads
+            pool = self._pools.get(key)
+            if pool is None or pool.turn.is_broken:
+                self._pools[key] = pool = self._new_pool(shape, keys, heads if apart else None)
         return pool, self._siblings.setdefault(pool, [])
+
+    def _new_pool(self, shape: PageShape, keys: torch.Tensor, heads: int | None) -> Pool:
+        """A pool for such keys; for pages of one KV head each where ``heads`` are given."""
+        if keys.device not in self._lanes:
+            self._lanes[keys.device] = lanes_of(open_device(keys.device))
+        lanes, layers = self._lanes[keys.device], self._sizing.num_layers
+        size = self._sizing.first(lanes, shape, keys.shape[0] * int(keys.shape[1]) // shape.heads, keys.shape[-2])
+        tiers = Tiers(lanes, shape.num_bytes, self._host_bytes, self._spill_dir, self._note)
+        pool = (
+            Pool(lanes, shape, tiers, layers, size, self._packing(lanes.torch_device, shape))
+            if heads is None
+            else ChosenPool(lanes, shape, tiers, layers, size, heads)
+        )
+        self.moves.append(Moves(shape.num_bytes, pool.frames.counts))
+        return pool
 
     def _packing(self, device: torch.device, shape: PageShape) -> Packing | None:
         """How pages are packed on their way to a device; None if nothing is gained by it, or it cannot unpack them."""
@@ -220,7 +247,18 @@ class PagedCache(DynamicCache):
         Raises:
             ConfigError: the model's attention is not "sdpa", or cannot be exchanged.
         """
-        return selecting(model) if self.selection is not None else contextlib.nullcontext()
+        return contextlib.nullcontext() if self.selection is None else self._selecting(model, self.selection)
+
+    @contextlib.contextmanager
+    def _selecting(self, model: Any, selection: Selection) -> Iterator[None]:
+        config, before = model.config.get_text_config(decoder=True), selection.implementation
+        # The cache may have been made of a copy of the model's configuration.
+        selection.implementation = lambda: config._attn_implementation
+        try:
+            with selecting(model):
+                yield
+        finally:
+            selection.implementation = before
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -303,19 +341,37 @@ class PagedCache(DynamicCache):
     def check(self) -> None:
         """Verify the laws of all pools."""
         for pool in self._pools.values():
-            pool.check()
+            with pool.turn.lock:
+                pool.check()
 
     def close(self) -> None:
-        """Forget everything and give all memory back; may be called again."""
+        """Forget everything and give all memory back; may be called again.
+
+        Pools that a fork uses as well stay with it.
+        """
         self.reset()  # type: ignore[no-untyped-call]
-        for pool in self._pools.values():
-            pool.close()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
-                layer.pool = None
-        self._pools.clear()
+                layer.leave()
+        for key, pool in list(self._pools.items()):
+            if not pool.is_used:
+                del self._pools[key]
+                pool.close()
         self._siblings.clear()
-        self._lanes.clear()
+        if not self._pools:
+            self._lanes.clear()
+
+
+def check_model_config(config: Any) -> None:
+    """Check that a cache can be made for it.
+
+    Raises:
+        ConfigError: it is no configuration of a model of transformers.
+    """
+    if not callable(getattr(config, "get_text_config", None)):
+        raise ConfigError(
+            f"{type(config).__name__} is no configuration of a transformers model: give PagedCache model.config"
+        )
 
 
 def is_paged(layer: Any) -> bool:

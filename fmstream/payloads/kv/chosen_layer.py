@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import numpy as np
@@ -16,12 +17,26 @@ from fmstream.payloads.kv.digests import LayerDigests
 from fmstream.payloads.kv.layer import PagedLayer, PoolFor
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.sizing import Sizes
+from fmstream.payloads.kv.turns import in_turn
 from fmstream.payloads.page_select import Digests, Limits
 
 ATTENTION: Final = "fmstream_pages"
 """The attention implementation that models with chosen pages are set to, and the name of its mask function."""
 MARK: Final = "_fmstream_layer"
 """Attribute of keys on their way from a layer of the cache to the attention function."""
+UNMARKED: Final = (
+    "the model does not hand its keys to the attention function as they come from the cache, so that nothing can be "
+    "chosen for it: leave kv_budget and context_window out"
+)
+
+
+class OnTheWay(threading.local):
+    """Whether keys with the mark were handed out in this thread and no attention function was called since."""
+
+    is_expected = False
+
+
+on_the_way = OnTheWay()
 
 
 class ChosenLayer(PagedLayer):
@@ -78,12 +93,17 @@ class ChosenLayer(PagedLayer):
         """Append keys and values; returns all of them, or in a step that chooses the new ones.
 
         Raises:
-            ConfigError: a gradient would have to flow through the cache, or the model's attention is not the one that
-                chooses.
+            ConfigError: as in `PagedLayer`, or the model's attention is not the one that chooses.
             MemoryBudgetError: there is no room in any tier; the layer is as before.
         """
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    @in_turn
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._enter(key_states, value_states)
         self._refuse_other_attention()
+        if not self.block.length and not key_states.shape[-2]:
+            return self._marked(key_states), value_states
         keys, values = (part.reshape(-1, 1, *part.shape[-2:]) for part in (key_states, value_states))
         with torch.no_grad():
             if self._is_step(key_states):
@@ -103,6 +123,7 @@ class ChosenLayer(PagedLayer):
     def _marked(self, keys: torch.Tensor) -> torch.Tensor:
         keys = keys.view_as(keys)
         setattr(keys, MARK, self)
+        on_the_way.is_expected = True
         return keys
 
     def _refuse_other_attention(self) -> None:
@@ -114,10 +135,7 @@ class ChosenLayer(PagedLayer):
             )
         if self._pending:
             self._pending = False
-            raise ConfigError(
-                "the model does not hand its keys to the attention function as they come from the cache, so that pages "
-                "cannot be chosen for it: leave kv_budget out"
-            )
+            raise ConfigError(UNMARKED)
 
     def _is_step(self, keys: torch.Tensor) -> bool:
         """Whether pages are chosen for these tokens: where all may be chosen nothing is to be decided."""
@@ -126,6 +144,7 @@ class ChosenLayer(PagedLayer):
         limits = self.selection.limits(self._pool.quota(self.block.num_sequences))
         return self.selection.has_choice(limits, self.block.length // self._pool.shape.tokens)
 
+    @in_turn
     def crop(self, tokens_to_remove: int) -> None:
         """See `PagedLayer`."""
         super().crop(tokens_to_remove)
@@ -140,6 +159,7 @@ class ChosenLayer(PagedLayer):
         self._meant = np.zeros((0, 0), np.bool_)
         self._pending = False
 
+    @in_turn
     def _choose(self, sequences: NDArray[np.int64]) -> None:
         if self.pool is None or not self.block.length:
             return
@@ -162,6 +182,7 @@ class ChosenLayer(PagedLayer):
         """Whether a token was stored whose attention has not been asked for."""
         return self._pending
 
+    @in_turn
     def everything(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a step whose attention cannot choose."""
         self._pending = False
@@ -188,6 +209,7 @@ class ChosenLayer(PagedLayer):
             return keys, values, mask & inside
         return keys, values, mask.masked_fill(~inside, torch.finfo(mask.dtype).min)
 
+    @in_turn
     @torch.no_grad()
     def attend(
         self, query: torch.Tensor, mask: torch.Tensor | None, scale: float | None

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fmstream.errors import ConfigError
+from fmstream.errors import ConfigError, IdsError
 from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.compat import CacheLayerMixin, length_of_query, length_to_keep
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.sizing import Sizes
+from fmstream.payloads.kv.turns import in_turn
 
 PoolFor = Callable[[torch.Tensor, torch.Tensor], tuple[Pool, list[BlockTable]]]
 """The pool for keys and values of such shapes, and the layers of the cache that are in it, in order."""
@@ -45,8 +47,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._together()[0] if self.block.length else None
 
     @keys.setter
-    def keys(self, _: Any) -> None:
-        pass  # the base class clears it
+    def keys(self, keys: Any) -> None:
+        _refuse("keys", keys)  # the base class clears it
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -54,18 +56,24 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._together()[1] if self.block.length else None
 
     @values.setter
-    def values(self, _: Any) -> None:
-        pass  # the base class clears it
+    def values(self, values: Any) -> None:
+        _refuse("values", values)
 
+    @in_turn
     def _together(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.pool is not None
         self.pool.enter(self.block)
+        rows, length = self.block.num_sequences, self.block.length
+        if rows * self.pool.shape.pages(length) > self.pool.max_pages:  # there are more sequences than at the last pass
+            self._sizing.adjust(self.pool, rows, length)
         with torch.no_grad():
             return self.pool.together(self.block)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Find the pool for keys and values of this shape."""
         self.device, self.dtype = key_states.device, key_states.dtype
+        if self.pool is not None and not self.block.length and self._misfit(self.pool, key_states, value_states):
+            self.leave()
         if self.pool is None:
             self.join(*self._pool_for(key_states, value_states))
         self.is_initialized = True
@@ -77,8 +85,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         siblings.append(self.block)
         pool.layers.append(self.block)
         # The pool may be at work when this is collected: it looks at who left when it is used next.
-        weakref.finalize(self, pool.left.append, self.block).atexit = False
+        self._left = weakref.finalize(self, pool.left.append, self.block)
+        self._left.atexit = False
 
+    def leave(self) -> None:
+        """Be in no pool any more, and empty; may be called again."""
+        if self.pool is None:
+            return
+        self._left()
+        if self.block in self._siblings:
+            self._siblings.remove(self.block)
+        self.pool, self.block, self._siblings = None, BlockTable(), []
+        self.is_initialized = False
+
+    @in_turn
     def fork(self, pool_for: PoolFor, siblings: list[BlockTable]) -> PagedLayer:
         """A layer of the same content, whose pages are shared until either writes to them."""
         other = self._like(pool_for)
@@ -99,10 +119,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Append keys and values; returns all of them, contiguous.
 
         Raises:
-            ConfigError: a gradient would have to flow through the cache.
+            ConfigError: a gradient would have to flow through the cache, or they are of another kind than what is
+                stored: of other sequences, heads, sizes, types or devices.
             MemoryBudgetError: there is no room in any tier; the layer is as before.
         """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ConfigError("keys and values in pages have no gradients: call the model under torch.no_grad()")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    @in_turn
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._enter(key_states, value_states)
+        if not self.block.length and not key_states.shape[-2]:
+            return key_states, value_states
         with torch.no_grad():
             keys, values = self._append(pool, key_states, value_states)
             self._prefetch(pool)
@@ -110,13 +141,33 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _enter(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Pool:
         """Begin an `update`."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ConfigError("keys and values in pages have no gradients: call the model under torch.no_grad()")
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         assert self.pool is not None
+        if wrong := self._misfit(self.pool, key_states, value_states):
+            raise ConfigError(
+                f"keys {_said(key_states)} and values {_said(value_states)} do not fit this cache: {wrong}; give "
+                "another model a cache of its own, or call reset() first"
+            )
         self.pool.enter(self.block)
         return self.pool
+
+    def _misfit(self, pool: Pool, keys: torch.Tensor, values: torch.Tensor) -> str | None:
+        """What keeps keys and values [batch, heads, tokens, dim] from joining those that are there."""
+        shape, device = pool.shape, pool.lanes.torch_device
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or not len(keys):
+            return "they must be [batch, heads, tokens, dim] of as many tokens, of at least one sequence"
+        heads = shape.heads * pool.stride
+        if (keys.shape[1], keys.shape[3], values.shape[3]) != (heads, shape.key_dim, shape.value_dim):
+            return f"it has {heads} heads of {shape.key_dim} and {shape.value_dim}"
+        there = self.block.num_sequences // pool.stride
+        if self.block.length and there != len(keys):
+            return f"it has {there} sequences"
+        if keys.device != device or values.device != device:
+            return f"it is on {device}"
+        if any(torch.promote_types(part.dtype, shape.dtype) != shape.dtype for part in (keys, values)):
+            return f"it holds {shape.dtype}"
+        if not self.block.length and keys.dtype != shape.dtype:
+            return f"it is made for {shape.dtype}"
+        return None
 
     def _append(self, pool: Pool, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys and values [rows, heads, tokens, dim]; returns all of them, put together."""
@@ -150,9 +201,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Forget everything."""
         self.is_initialized = False
+        if self.pool is not None and self.pool.turn.is_broken:
+            self.leave()
+        self._forget()
+
+    @in_turn
+    def _forget(self) -> None:
         if self.pool is not None:
             self.pool.frames.release(self.block.clear())
 
+    @in_turn
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
         length = length_to_keep(tokens_to_remove, self.block.length)
@@ -161,7 +219,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.block.length = length
             self.pool.frames.release(self.block.cut(self.pool.shape.pages(length)))
 
-    def _choose(self, sequences: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    @in_turn
+    def _choose(self, sequences: NDArray[np.int64]) -> None:
         if self.pool is None or not self.block.length:
             return
         before = self.block.pages.copy()
@@ -170,13 +229,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.pool.frames.release(before)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Put other sequences in place of those that are there, by index [batch]; pages are shared, not copied."""
-        self._choose(_on_host(beam_idx))
+        """Put other sequences in place of those that are there, by index [batch]; pages are shared, not copied.
+
+        Raises:
+            IdsError: an index is no sequence of the cache; the layer is as before.
+        """
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only some sequences: by index, or a mask."""
-        chosen = indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
-        self._choose(np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen.astype(np.int64))
+        """Keep only some sequences: by index, or a mask.
+
+        Raises:
+            IdsError: an index is no sequence of the cache; the layer is as before.
+        """
+        if self.pool is not None and self.block.length:
+            self._choose(chosen_sequences(indices, self.block.num_sequences // self.pool.stride))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let each sequence be there ``repeats`` times; pages are shared, not copied."""
@@ -189,6 +256,33 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Nothing: pages come and go by themselves."""
 
 
-def _on_host(index: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
-    found: np.ndarray[Any, np.dtype[np.int64]] = index.detach().cpu().numpy().astype(np.int64)
-    return found
+def chosen_sequences(indices: Any, count: int) -> NDArray[np.int64]:
+    """Sequences out of ``count`` by index or mask, as numbers from 0.
+
+    Raises:
+        IdsError: these are neither whole numbers of sequences nor a mask of all.
+    """
+    chosen = indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
+    if chosen.ndim == 1 and chosen.dtype == np.bool_ and len(chosen) == count:
+        return np.flatnonzero(chosen)
+    is_index = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size)
+    if is_index and ((chosen >= -count) & (chosen < count)).all():
+        numbers: NDArray[np.int64] = chosen.astype(np.int64)
+        return np.where(numbers < 0, numbers + count, numbers)
+    raise IdsError(
+        f"{chosen.tolist()!r} chooses no sequences of this cache, which has {count}: give their numbers from 0 to "
+        f"{count - 1}, or a mask of {count} flags"
+    )
+
+
+def _refuse(name: str, value: Any) -> None:
+    """Only the base class may set these, and to None."""
+    if value is not None:
+        raise ConfigError(
+            f"{name} of a layer in pages cannot be set: crop() or reset() the cache and append with update(), or use "
+            "a DynamicCache"
+        )
+
+
+def _said(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"

@@ -23,6 +23,7 @@ from fmstream.payloads.kv.residency import Kind
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.sharing import Sharing
 from fmstream.payloads.kv.tiers import Tiers
+from fmstream.payloads.kv.turns import Turn
 
 ALIGNMENT: Final = 512
 """Keys and values that were put together begin at multiples of so many bytes, as tensors of their own would."""
@@ -75,6 +76,7 @@ class Pool:
     ) -> None:
         self.shape = shape
         self.lanes = lanes
+        self.turn = Turn()
         self._num_layers = num_layers
         self.layers: list[BlockTable] = []
         """Block tables in the order in which their layers are called."""
@@ -342,7 +344,7 @@ class Pool:
         with torch.inference_mode(False), torch.no_grad():
             assert self._end is not None
             memory = self._end.tensor
-            if writing and self._end.num_views():
+            if writing and (end > memory.numel() or self._end.num_views()):
                 # Whoever kept the keys or values of a layer goes on to see them.
                 self.num_lent += 1
                 memory = torch.empty(end, dtype=torch.uint8, device=self.lanes.torch_device)
@@ -363,6 +365,8 @@ class Pool:
                 f"kv_cache_max_pages={self.max_pages} is less than one layer of these sequences, to which all tokens "
                 f"attend: it has {needed} pages of {self.shape.tokens} tokens; give at least as many"
             )
+        if self._end is not None and self._end.num_views():
+            return  # a larger one would lie over what somebody still looks at: that layer gets other memory
         wanted = min(self.max_pages, needed + int(needed * HEADROOM))
         first = self.max_pages + 1 - wanted
         self.frames.give_up(first)
@@ -411,6 +415,11 @@ class Pool:
         self._end, self._end_pages, self._together = None, 0, None
 
     # Books
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a layer is in it."""
+        return any(layer not in self.left for layer in self.layers)
 
     def check(self) -> None:
         """Verify the laws of pages, references and homes."""
