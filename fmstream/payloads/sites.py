@@ -77,71 +77,105 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
     Raises:
         ConfigError: a parameter has no values (meta) or lies on another device.
     """
-    found = Survey()
-    by_id: dict[int, Master] = {}
-    reasons: dict[int, str] = {}
-    modules = dict(_walk(roots))
-    wrappers = Wrappers(device)
-    overlapping = _overlapping(modules, wrappers)
-    _leave_whole(modules, wrappers, overlapping, in_place)
-    site_of: dict[int, Site] = {}
-    for name, module in modules.items():
+    surveyor = _Surveyor(roots, device, keeper, in_place)
+    for name, module in surveyor.modules.items():
+        surveyor.take_own(name, module)
+    surveyor.add_reads()
+    return surveyor.finish(roots)
+
+
+class _Surveyor:
+    """A survey on its way: see `survey`."""
+
+    def __init__(
+        self, roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper, in_place: set[int]
+    ) -> None:
+        self.modules = dict(_walk(roots))
+        self._outermost = {id(root) for root in roots.values()}
+        self._device = device
+        self._keeper = keeper
+        self._in_place = in_place
+        self._found = Survey()
+        self._wrappers = Wrappers(device)
+        self._by_id: dict[int, Master] = {}
+        self._kept: set[int] = set()
+        self._overlapping = _overlapping(self.modules, self._wrappers)
+        _leave_whole(self.modules, self._wrappers, self._overlapping, in_place)
+
+    def take_own(self, name: str, module: nn.Module) -> None:
+        """Make a module a site, with a master for each parameter of its own that can be streamed."""
+        found = self._found
         if isinstance(module, torch.jit.ScriptModule):
             own_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
             found.kept.append((name, own_bytes, "it is a ScriptModule"))
-            continue
+            return
         own: list[int] = []
-        for holder, key, full, param in _tensors(module, name, wrappers):
-            if id(param) in reasons:
-                continue
-            master = by_id.get(id(param))
+        for part in _tensors(module, name, self._wrappers):
+            master = self._master(part, inner=part.holder is not module._parameters)
             if master is None:
-                reason = (
-                    "it is read or written where streaming cannot follow"
-                    if id(param) in in_place
-                    else _why_not(full, param, device, overlapping, inner=holder is not module._parameters)
-                )
-                if reason is not None:
-                    reasons[id(param)] = reason
-                    found.kept.append((full, kinds.num_bytes(param), reason))
-                    continue
-                master = by_id[id(param)] = Master(len(found.masters), full, param, device, keeper)
-                master.shell = wrappers.shell_at(holder)
-                found.masters.append(master)
-            if not any(known is holder and slot == key for known, slot in master.slots):
-                master.slots.append((holder, key))
+                continue
+            if not any(known is part.holder and slot == part.key for known, slot in master.slots):
+                master.slots.append((part.holder, part.key))
             if master.index not in own:
                 own.append(master.index)
-        site_of[id(module)] = Site(len(found.sites), name, module, own)
-        found.sites.append(site_of[id(module)])
-    outermost = {id(root) for root in roots.values()}
-    found.whole = [
-        name or type(getattr(root, "_orig_mod", root)).__name__ for name, root in roots.items() if is_compiled(root)
-    ]
-    inside: set[int] = set()
-    for module in modules.values():
-        if id(module) not in site_of:
-            continue
-        _add_hidden_slots(module, by_id)
-        for reader_of in _reads(module, outermost):
-            site = site_of[id(module)]
-            for index in _indices(reader_of, by_id, wrappers):
-                if index not in site.params:
-                    site.params.append(index)
-        if _is_one_unit(module, outermost):
-            inside |= {id(child) for child in module.modules() if child is not module}
-        if is_compiled(module):
-            site = site_of[id(module)]
-            site.is_unit, site.is_whole = id(module) not in outermost, id(module) in outermost
-            site.members = list(_indices(module, by_id, wrappers))
-    owning = {id(site.module) for site in found.sites if site.params}
-    holding = {id(m) for m in modules.values() if any(id(child) in owning for child in m.modules())}
-    sites = [s for s in found.sites if id(s.module) in holding and id(s.module) not in inside]
-    for index, site in enumerate(sites):
-        site.index = index
-    found.sites = sites
-    found.shells = wrappers.shells()
-    return found
+        found.sites.append(Site(len(found.sites), name, module, own))
+
+    def _master(self, part: kinds.Part, *, inner: bool) -> Master | None:
+        """The master of a parameter, which may have been met before; None where it is left in place."""
+        holder, _, name, param = part
+        if id(param) in self._kept:
+            return None
+        master = self._by_id.get(id(param))
+        if master is not None:
+            return master
+        reason = (
+            "it is read or written where streaming cannot follow"
+            if id(param) in self._in_place
+            else _why_not(name, param, self._device, self._overlapping, inner=inner)
+        )
+        if reason is not None:
+            self._kept.add(id(param))
+            self._found.kept.append((name, kinds.num_bytes(param), reason))
+            return None
+        master = Master(len(self._found.masters), name, param, self._device, self._keeper)
+        master.shell = self._wrappers.shell_at(holder)
+        self._by_id[id(param)] = master
+        self._found.masters.append(master)
+        return master
+
+    def add_reads(self) -> None:
+        """Let sites bind what their modules are known to read from others, and compiled ones all that is in them."""
+        for site in self._found.sites:
+            module = site.module
+            _add_hidden_slots(module, self._by_id)
+            for reader_of in _reads(module, self._outermost):
+                for index in _indices(reader_of, self._by_id, self._wrappers):
+                    if index not in site.params:
+                        site.params.append(index)
+            if is_compiled(module):
+                site.is_unit, site.is_whole = id(module) not in self._outermost, id(module) in self._outermost
+                site.members = list(_indices(module, self._by_id, self._wrappers))
+
+    def finish(self, roots: Mapping[str, nn.Module]) -> Survey:
+        """Leave out the sites without a parameter in them, and those within a unit."""
+        found = self._found
+        inside = {
+            id(child)
+            for site in found.sites
+            if _is_one_unit(site.module, self._outermost)
+            for child in site.module.modules()
+            if child is not site.module
+        }
+        owning = {id(site.module) for site in found.sites if site.params}
+        holding = {id(m) for m in self.modules.values() if any(id(child) in owning for child in m.modules())}
+        found.sites = [s for s in found.sites if id(s.module) in holding and id(s.module) not in inside]
+        for index, site in enumerate(found.sites):
+            site.index = index
+        found.whole = [
+            name or type(getattr(root, "_orig_mod", root)).__name__ for name, root in roots.items() if is_compiled(root)
+        ]
+        found.shells = self._wrappers.shells()
+        return found
 
 
 def _tensors(module: nn.Module, name: str, wrappers: Wrappers) -> Iterator[kinds.Part]:
