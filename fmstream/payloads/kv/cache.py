@@ -51,8 +51,8 @@ class KvStatistics:
         host_pages, file_pages: pages that have a home in host memory, in the file; ``packed_pages``: those of
             host_pages that are packed.
         device_bytes, host_bytes: memory taken.
-        recalled_bytes, spilled_bytes: what went to the device and came from it.
-        file_read_bytes, file_written_bytes: what went to the file and came from it.
+        recalled_bytes, spilled_bytes: what went to the device and came from it, as it crossed the link.
+        file_read_bytes, file_written_bytes: what came from the file and went to it.
         num_lent: times that keys or values were kept by somebody, so that other memory had to be taken.
         digest_bytes: memory of the device for the digests of pages, beside ``device_bytes``.
         selection: what choosing pages did.
