@@ -128,7 +128,7 @@ def test_missing_matplotlib_names_the_remedy(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install fmstream-runtime\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib"):
         draw(make_telemetry(), tmp_path)
     assert not list(tmp_path.iterdir())
 

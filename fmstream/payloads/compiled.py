@@ -83,8 +83,7 @@ def refuse_recording(module: nn.Module) -> None:
         ConfigError: ``torch.export`` or ``torch.jit.trace`` is recording the call: the program would look into memory
             that holds other weights by then.
     """
-    jit: Any = torch.jit
-    if torch.compiler.is_exporting() or jit.is_tracing():
+    if torch.compiler.is_exporting() or torch._C._is_tracing():
         raise ConfigError(
             f"{type(module).__name__} streams, so no program of it can be recorded by torch.export or torch.jit.trace: "
             "close the handle first"

@@ -104,7 +104,10 @@ def compare(model: nn.Module, device: str, **options: Any) -> str:
 
 
 def differing(ours: Tensor, theirs: Tensor) -> str:
-    """How many values of two tensors of the same shape are not the same."""
+    """How many values of two tensors of the same shape are not the same, and for floats by how much at most."""
     if ours.shape != theirs.shape:
         return f"shapes {tuple(ours.shape)} and {tuple(theirs.shape)}"
-    return f"{int((ours != theirs).sum())} of {ours.numel()} values"
+    counted = f"{int((ours != theirs).sum())} of {ours.numel()} values"
+    if not ours.is_floating_point():
+        return counted
+    return f"{counted} (by up to {(ours.double() - theirs.double()).abs().max().item():.2g})"
