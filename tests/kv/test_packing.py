@@ -125,8 +125,9 @@ def test_a_packed_page_that_is_written_again_goes_home_as_it_is() -> None:
     paged.close()
 
 
-def test_pages_that_wait_make_room_before_the_file_is_used(tmp_path: Any) -> None:
+def test_pages_that_wait_make_room_before_the_file_is_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh("late")
+    monkeypatch.setattr(tiers, "SMALLEST_BLOCK_BYTES", 4096)
     elements = 2 * HEADS * TOKENS * DIM
     tensor = values(20 * TOKENS)
     room = 2 * 20 * 2 * elements

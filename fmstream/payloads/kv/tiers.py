@@ -21,7 +21,7 @@ SMALLEST_BLOCK_BYTES: Final = 1 << 20
 LARGEST_BLOCK_BYTES: Final = 256 << 20
 """Host memory is taken in blocks between these sizes, each as large as all before,"""
 BLOCK_SHARE: Final = 1 / 4
-"""and no larger than this part of all that may be taken, unless more is needed at once."""
+"""and if that is more than the smallest no larger than this part of all that may be taken, unless more is needed."""
 TRANSIT_BYTES: Final = 8 << 20
 """Host memory through which pages go to the file, and are fetched from it at once, at most,"""
 TRANSIT_PAGES: Final = 8
@@ -136,7 +136,7 @@ class Tiers:
         size = min(max(pages.num_bytes, SMALLEST_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
         if self.host_limit is not None:
             left = min(left, self.host_limit - self._host_taken())
-            size = min(size, int(self.host_limit * BLOCK_SHARE))
+            size = max(min(size, int(self.host_limit * BLOCK_SHARE)), SMALLEST_BLOCK_BYTES)
         num_pages = min(left, max(size, wanted * pages.page_bytes)) // pages.page_bytes
         if num_pages < 1:
             return False
