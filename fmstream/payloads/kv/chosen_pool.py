@@ -171,8 +171,8 @@ class ChosenPool(Pool):
         state = self.frames.table.state[pages]
         return np.asarray((state == RESIDENT) | (state == LOADING))
 
-    def bring(self, wanted: Ids, victims: Ids, there: Ids, quota: int) -> int:
-        """Recall what is about to be attended to, and let other pages of the layer leave; how many were in no frame.
+    def bring(self, wanted: Ids, victims: Ids, there: Ids, quota: int) -> Ids:
+        """Recall what is about to be attended to, and let other pages of the layer leave; those that were in no frame.
 
         Args:
             wanted: pages, each once.
@@ -182,7 +182,7 @@ class ChosenPool(Pool):
         """
         frames = self.frames
         frames.land(there)
-        missing = wanted[frames.table.state[wanted] == ABSENT]
+        missing: Ids = wanted[frames.table.state[wanted] == ABSENT]
         leaving = self._that_may_leave(victims, wanted)
         there = np.setdiff1d(there, leaving)
         surplus = len(there) + len(missing) - quota
@@ -191,7 +191,15 @@ class ChosenPool(Pool):
         frames.evict(leaving)
         self._let_stay(len(missing))
         frames.recall_each(missing)
-        return len(missing)
+        return missing
+
+    def settle(self, block: BlockTable) -> None:
+        """Free the frames that a layer which chooses passed through: what is brought next comes to frames that stay."""
+        frames, table = self.frames, self.frames.table
+        there = residency.unpinned(table, block.pages)
+        passed = there[table.frame[there] >= frames.first_passing]
+        frames.evict(passed)
+        frames.retire()
 
     def _let_stay(self, count: int) -> None:
         """Frames for pages that stay: if fewer are free, those of layers that attend to everything leave them."""
