@@ -126,7 +126,7 @@ class ChosenLayer(PagedLayer):
         """Whether pages are chosen for these tokens: where all may be chosen nothing is to be decided."""
         if not self.chooses or keys.shape[-2] != 1 or not self.block.length:
             return False
-        limits = self.selection.limits(self._pool.quota(self.block.num_sequences))
+        limits = self.selection.limits(self._pool.quota(self.block))
         return self.selection.has_choice(limits, self.block.length // self._pool.shape.tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -208,7 +208,7 @@ class ChosenLayer(PagedLayer):
         self._pending = False
         pool, selection, counts = self._pool, self.selection, self.selection.counts
         pool.enter(self.block)
-        limits = selection.limits(pool.quota(self.block.num_sequences))
+        limits = selection.limits(pool.quota(self.block))
         complete = (self.block.length - 1) // pool.shape.tokens
         if limits is None or not selection.has_choice(limits, complete):
             return (*self._together(), mask)
@@ -239,7 +239,7 @@ class ChosenLayer(PagedLayer):
         if not self.chooses or query.shape[-2] != self._num_new or self._num_new < 2:
             return
         pool, tokens = self._pool, self._pool.shape.tokens
-        limits = self.selection.limits(pool.quota(self.block.num_sequences))
+        limits = self.selection.limits(pool.quota(self.block))
         complete = self.block.length // tokens
         if limits is None or not self.selection.has_choice(limits, complete):
             return
