@@ -195,6 +195,7 @@ class ChosenPool(Pool):
         if surplus > 0:  # after a prefill, when layers are in frames as far as there was room
             leaving = np.concatenate([leaving, self._that_may_leave(there, wanted)[-surplus:]])
         frames.evict(leaving)
+        frames._end_spills(leaving)  # whoever takes their frames waits in order for the copies
         self._let_stay(len(missing))
         frames.recall_each(missing)
         return missing
@@ -205,7 +206,6 @@ class ChosenPool(Pool):
         there = residency.unpinned(table, block.pages)
         passed = there[table.frame[there] >= frames.first_passing]
         frames.evict(passed)
-        frames.retire()
 
     def _let_stay(self, count: int) -> None:
         """Frames for pages that stay: if fewer are free, those of layers that attend to everything leave them."""
