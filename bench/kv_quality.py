@@ -34,6 +34,8 @@ PAGE_TOKENS: Final = 16
 FILLER: Final = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 QUESTION: Final = "\nWhat is the pass key? The pass key is"
 ANSWER_TOKENS: Final = 6
+END: Final = 8
+"""Last tokens of a prompt, which the model reads into a paged cache itself: they bring the pages for the first step."""
 PROSE_FROM: Final = 20_000
 """Where in the text the prose begins, in characters."""
 
@@ -167,16 +169,17 @@ class Quality:
                 yield "first and newest", self.stepper(copy.deepcopy(whole))
                 kept.keep_heavy(tokens)
                 yield "forgets once", self.stepper(copy.deepcopy(whole))
-        with self.paged(whole) as cache:
+        with self.paged(whole, prompt) as cache:
             yield "chosen pages", self.stepper(cache)
 
     @contextmanager
-    def paged(self, whole: Any) -> Iterator[PagedCache]:
+    def paged(self, whole: Any, prompt: torch.Tensor) -> Iterator[PagedCache]:
         """A paged cache of the same content; the meter watches it."""
-        cache = PagedCache(self.model.config, page_tokens=PAGE_TOKENS, kv_budget=BUDGET)
+        cache, first = PagedCache(self.model.config, page_tokens=PAGE_TOKENS, kv_budget=BUDGET), prompt.shape[1] - END
         with cache.selecting(self.model):
             for index, layer in enumerate(whole.layers):
-                cache.update(layer.keys, layer.values, index)
+                cache.update(layer.keys[:, :, :first], layer.values[:, :, :first], index)
+            self.model(prompt[:, first:], cache=cache, logits_to_keep=1)
             assert cache.selection is not None
             cache.selection.watch = self.watch
             yield cache

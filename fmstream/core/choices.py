@@ -28,7 +28,8 @@ class SelectionCounts:
         fallbacks: those of them in which the gate let the layer attend to everything.
         chosen: pages that were attended to.
         recalled: chosen pages that had to be brought, because they were in no frame.
-        ahead: pages that were brought before they were chosen, as the coming positions favour them.
+        ahead: pages that were brought before they were chosen: the coming positions favour them, or a prompt's last
+            token.
         ahead_used: those of them that were chosen while they were there.
     """
 

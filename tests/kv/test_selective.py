@@ -168,7 +168,7 @@ def test_chosen_pages_are_those_of_the_digests(device: str, execution: Execution
         expected = steps(twin, ids, DynamicCache(config=twin.config), 50, mask)
     exact = steps(twin, ids, DynamicCache(config=twin.config), 50, mask)
     model = model_on(llama, device)
-    with checked(chosen_cache(model, 5)) as cache, cache.selecting(model):
+    with checked(chosen_cache(model, 8)) as cache, cache.selecting(model):
         cache.selection.stay = 0.0  # the reference does not know what is in frames
         limits = cache.selection.limits
         cache.selection.__class__ = Five
@@ -394,7 +394,11 @@ def test_another_choice_can_be_put_in() -> None:
     cache = PagedCache(model.config, page_tokens=TOKENS, kv_budget=3, choose=first)
     with checked(cache), cache.selecting(model):
         steps(model, LONG, cache, 50)
-        assert cache.statistics().selection.chosen == asked[0][1] * 2 * len(asked)
+        did = cache.statistics().selection
+    prompts, decided = asked[:2], asked[2:]  # two layers choose
+    assert [shape for *_, shape in prompts] == [(2, 12)] * 2
+    assert len(decided) == did.decisions // 2 == 20
+    assert did.chosen == 2 * sum(chosen for _, chosen, _ in decided)
     assert asked[0] == ((1, 4, 8), asked[0][1], (2, 12))
 
 

@@ -36,11 +36,13 @@ def pages_attention(
     if was_expected and not isinstance(layer, ChosenLayer):
         raise ConfigError(UNMARKED)
     if isinstance(layer, ChosenLayer):
-        if layer.is_pending:
-            if kwargs.get("position_bias") is not None:
-                key, value = layer.everything()
-            else:
-                key, value, attention_mask = layer.attend(query, attention_mask, scaling)
+        is_biased = kwargs.get("position_bias") is not None
+        if layer.is_pending and is_biased:
+            key, value = layer.everything()
+        elif layer.is_pending:
+            key, value, attention_mask = layer.attend(query, attention_mask, scaling)
+        elif not is_biased:
+            layer.foresee(query, attention_mask, scaling)
         key, value, attention_mask = layer.within_window(query, key, value, attention_mask)
     return _beneath()(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 

@@ -7,14 +7,12 @@ from typing import Final, NamedTuple
 
 from fmstream.device.lanes import Lanes
 from fmstream.errors import MemoryBudgetError
-from fmstream.payloads.kv.choosing import NUM_RECENT, NUM_SINKS
+from fmstream.payloads.kv.choosing import LEAST_CHOSEN
 from fmstream.payloads.kv.pool import HEADROOM, Pool
 from fmstream.payloads.kv.shape import PageShape
 
 GROWTH: Final = 1 / 16
 """A pool grows when the sequences have grown by this part since it got its size."""
-LEAST_CHOSEN: Final = NUM_SINKS + NUM_RECENT + 1
-"""Pages of each head for which there is room, however small the budget."""
 TRANSIT: Final = 1 / 8
 """Part by which the frames of the smallest pool are more than what its layers keep, and"""
 LEAST_TRANSIT: Final = 8
@@ -25,7 +23,7 @@ class BudgetSizing(NamedTuple):
     """What such a pool may take.
 
     Attributes:
-        budget: part of all pages (float), or complete pages of each KV head in each layer that chooses (int).
+        budget: part of all pages (float), or complete pages of a KV head in the mean of the layers that choose (int).
         max_pages: its size, if that is given as well.
         threshold_bytes: free memory of the device below which pages leave it.
         num_layers: layers that will be in it, and

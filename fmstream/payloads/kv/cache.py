@@ -105,8 +105,9 @@ class PagedCache(DynamicCache):
         spill_dir: folder for pages that find no room in host memory.
         note: takes sentences for the user; None collects them in ``notes``.
         kv_budget: part of all keys and values that lies on the device, such as 0.135, the place where one layer is put
-            together included; or, as an int, pages that each KV head of a layer attends to.  However small, there is
-            room for one whole layer and for some pages of each head.
+            together included; or, as an int, pages that a KV head attends to in the mean of the layers, of which the
+            first have more than the last.  However small, there is room for one whole layer and for some pages of each
+            head.
         context_window: tokens, the newest included, that each token may attend to; None sets no limit.
         choose: decides in place of the digests; see `Chooser`.
         pack_pages: let pages of bfloat16 in host memory take three quarters of their bytes there and over the link,

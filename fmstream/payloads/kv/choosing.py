@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,13 +22,18 @@ NUM_SINKS: Final = 1
 """Pages at the start, and"""
 NUM_RECENT: Final = 1
 """complete pages at the end that are always chosen; the page that is being filled is there anyway."""
+LEAST_CHOSEN: Final = NUM_SINKS + NUM_RECENT + 1
+"""Pages of each head for which there is room, however small the budget."""
+NARROWING: Final = 0.5
+"""Part by which the first layers that choose have more pages than the mean, and the last have less: attention is spread
+in the first ones and narrow in the last (PyramidKV, 2024)."""
 HORIZON: Final = 64
 """Coming positions that pages are fetched ahead for."""
 AHEAD_SHARE: Final = 1 / 8
 """Part of a layer's frames for pages that were not chosen but may be soon, where there are"""
 LEAST_FOR_AHEAD: Final = 32
 """frames at least for each row."""
-STAY: Final = 2.0
+STAY: Final = 2.5
 """Scores by which a page must promise more than one in memory to be fetched instead of it."""
 GATE: Final = 0.9
 """Share of the attention that may be left out by the bounds, which are far above what keys score."""
@@ -118,6 +124,23 @@ class Selection:
         ahead = int(num_frames * self.ahead_share) if num_frames >= LEAST_FOR_AHEAD else 0
         ahead = min(ahead, num_frames - least)
         return Limits(num_frames - ahead, num_frames, ahead, self.num_sinks, self.num_recent, self.stay)
+
+
+def share_of_layer(each: float, columns: int, layer: int, count: int) -> int:
+    """Pages for each row of one of ``count`` layers, if they have ``each`` in the mean and are of so many ``columns``.
+
+    They fall evenly from the first layer to the last, none gets more than it has, and those of all layers together are
+    what there is, rounded down.
+    """
+    free, slope = max(0.0, each - LEAST_CHOSEN), NARROWING
+    if each + free * slope > columns:
+        slope = max(0.0, columns - each) / free if free else 0.0
+
+    def of_first(layers: int) -> int:
+        steepness = layers * (count - layers) / max(1, count - 1)
+        return math.floor(layers * each + free * slope * steepness)
+
+    return of_first(layer + 1) - of_first(layer)
 
 
 class Desk:

@@ -42,9 +42,9 @@ on_the_way = OnTheWay()
 class ChosenLayer(PagedLayer):
     """A layer in a `ChosenPool`: a row of its block table is one KV head of one sequence.
 
-    A pass of several tokens attends to everything, as does every pass of a layer that does not choose.  In a step of
-    one token `update` only stores it and returns its own keys and values, marked: the attention function brings the
-    query, and `attend` chooses.
+    A pass of several tokens attends to everything, as does every pass of a layer that does not choose; behind it
+    `foresee` brings what the next step will probably choose.  In a step of one token `update` only stores it and
+    returns its own keys and values, marked: the attention function brings the query, and `attend` chooses.
 
     Args:
         chooses: whether its steps choose; else it only lies in such a pool.
@@ -59,6 +59,8 @@ class ChosenLayer(PagedLayer):
         """Pages that decisions mean to be in frames, [rows, pages].  The choice goes by these, not by what is there, so
         that it is the same however short memory is."""
         self._pending = False
+        self._num_new = 0
+        """Tokens of the last pass."""
         super().__init__(pool_for, sizing)
 
     def _like(self, pool_for: PoolFor) -> PagedLayer:
@@ -102,6 +104,7 @@ class ChosenLayer(PagedLayer):
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._enter(key_states, value_states)
         self._refuse_other_attention()
+        self._num_new = key_states.shape[-2]
         if not self.block.length and not key_states.shape[-2]:
             return self._marked(key_states), value_states
         keys, values = (part.reshape(-1, 1, *part.shape[-2:]) for part in (key_states, value_states))
@@ -141,7 +144,7 @@ class ChosenLayer(PagedLayer):
         """Whether pages are chosen for these tokens: where all may be chosen nothing is to be decided."""
         if not self.chooses or keys.shape[-2] != 1 or not self.block.length:
             return False
-        limits = self.selection.limits(self._pool.quota(self.block.num_sequences))
+        limits = self.selection.limits(self._pool.quota(self.block))
         return self.selection.has_choice(limits, self.block.length // self._pool.shape.tokens)
 
     @in_turn
@@ -225,27 +228,55 @@ class ChosenLayer(PagedLayer):
             Keys and values [batch, heads, n, dim], and the mask for them or None.
         """
         self._pending = False
-        pool, counts = self._pool, self.selection.counts
+        pool, selection, counts = self._pool, self.selection, self.selection.counts
         pool.enter(self.block)
-        limits = self.selection.limits(pool.quota(self.block.num_sequences))
+        limits = selection.limits(pool.quota(self.block))
         complete = (self.block.length - 1) // pool.shape.tokens
-        if limits is None or not self.selection.has_choice(limits, complete):
+        if limits is None or not selection.has_choice(limits, complete):
             return (*self._together(), mask)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        decision = self._decide(query, mask, scale, limits, complete)
+        decision, resident = self._decide(query, mask, scale, limits, complete)
+        falls_back = selection.falls_back(decision)
+        if selection.watch is not None:
+            selection.watch(Seen(self, query, mask, scale, decision, falls_back, resident))
         counts.decisions += self.block.num_sequences
-        if self.selection.falls_back(decision):
+        if falls_back:
             counts.fallbacks += self.block.num_sequences
             return (*self._together(), mask)
-        columns = self._bring(decision, limits.num_frames * self.block.num_sequences)
-        keys, values = (self._by_sequence(part.unsqueeze(1)) for part in pool.gather(self.block, columns))
-        found = self._mask(query, mask, columns, keys.shape[-2])
+        counts.recalled += len(self._bring(decision, limits, complete))
+        counts.chosen += decision.chosen.size
+        keys, values = (self._by_sequence(part.unsqueeze(1)) for part in pool.gather(self.block, decision.chosen))
+        found = self._mask(query, mask, decision.chosen, keys.shape[-2])
         self._fetch_ahead(decision)
         return keys, values, found
 
+    @torch.no_grad()
+    def foresee(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> None:
+        """Bring what the last query of a pass of several tokens would choose: the next step's will be like it.
+
+        Args:
+            query: [batch, query heads, tokens, dim]; queries that are not of the tokens stored last are passed over.
+            mask, scale: as in `attend`, for all the queries.
+        """
+        if not self.chooses or query.shape[-2] != self._num_new or self._num_new < 2:
+            return
+        pool, tokens = self._pool, self._pool.shape.tokens
+        limits = self.selection.limits(pool.quota(self.block))
+        complete = self.block.length // tokens
+        if limits is None or not self.selection.has_choice(limits, complete):
+            return
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        last = None if mask is None else mask[:, :, -1:]
+        decision, _ = self._decide(query[:, :, -1:], last, scale, limits, complete)
+        pool.settle(self.block)
+        brought = self._bring(decision, limits, complete)
+        self.selection.counts.ahead += len(brought)
+        self._ahead = np.union1d(self._ahead, brought)
+
     def _decide(
         self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, limits: Limits, complete: int
-    ) -> Decision:
+    ) -> tuple[Decision, NDArray[np.bool_]]:
+        """A decision about the complete pages, and which of them are in frames or on their way there."""
         pool, selection, digests = self._pool, self.selection, self.digests
         pages = self.block.pages[:, :complete]
         if digests.count < complete:
@@ -267,11 +298,7 @@ class ChosenLayer(PagedLayer):
         )
         choose = selection.choose or pool.desk.decide
         decision = choose(query[:, :, 0], known, limits, resident)
-        decision = decision._replace(chosen=decision.chosen[:, :complete])  # there are no more
-        if selection.watch is not None:
-            falls_back = selection.falls_back(decision)
-            selection.watch(Seen(self, query, mask, scale, decision, falls_back, resident))
-        return decision
+        return decision._replace(chosen=decision.chosen[:, :complete]), resident  # there are no more
 
     def _keys_of(self, pages: Ids) -> torch.Tensor:
         """Keys of pages [rows, n] as [batch, heads, n * tokens, dim]."""
@@ -281,23 +308,20 @@ class ChosenLayer(PagedLayer):
             keys = keys.index_select(0, self._pool.desk.upload("order", place.reshape(-1).astype(np.int64)))
         return keys.view(-1, self._pool.stride, pages.shape[1] * self._pool.shape.tokens, keys.shape[-1])
 
-    def _bring(self, decision: Decision, quota: int) -> NDArray[np.int32]:
-        """Bring what was chosen; its columns [rows, n]."""
-        block, counts = self.block, self.selection.counts
-        columns = decision.chosen
-        for part, means in ((columns, True), (decision.ahead, True), (decision.victims, False)):
+    def _bring(self, decision: Decision, limits: Limits, complete: int) -> Ids:
+        """Bring what was chosen, and let others leave; the pages that were in no frame."""
+        block, pool = self.block, self._pool
+        for part, means in ((decision.chosen, True), (decision.ahead, True), (decision.victims, False)):
             row, at = np.nonzero(part >= 0)
             self._meant[row, part[row, at]] = means
-        wanted = np.unique(np.take_along_axis(block.pages, columns, 1))
-        counts.chosen += columns.size
+        wanted = np.unique(np.take_along_axis(block.pages, decision.chosen, 1))
         victims = decision.victims
         away = np.take_along_axis(block.pages, np.maximum(victims, 0), 1)[victims >= 0]
-        counts.ahead_used += len(np.intersect1d(self._ahead, wanted))
+        self.selection.counts.ahead_used += len(np.intersect1d(self._ahead, wanted))
         self._ahead = np.setdiff1d(self._ahead, np.union1d(wanted, away))
-        before = block.pages[:, : (block.length - 1) // self._pool.shape.tokens]
-        there = np.unique(before[self._pool.resident(before)])
-        counts.recalled += self._pool.bring(wanted, away, there, quota)
-        return columns
+        before = block.pages[:, :complete]
+        there = np.unique(before[pool.resident(before)])
+        return pool.bring(wanted, away, there, limits.num_frames * block.num_sequences)
 
     def _fetch_ahead(self, decision: Decision) -> None:
         ahead = decision.ahead

@@ -14,12 +14,12 @@ from fmstream.core.pages import ABSENT, LOADING, RESIDENT
 from fmstream.device.lanes import Lanes
 from fmstream.payloads.kv import residency
 from fmstream.payloads.kv.blocks import BlockTable, Ids, runs, steps
-from fmstream.payloads.kv.choosing import NUM_EXEMPT, Desk
+from fmstream.payloads.kv.choosing import NUM_EXEMPT, Desk, share_of_layer
 from fmstream.payloads.kv.pool import Pool
 from fmstream.payloads.kv.shape import PageShape
 from fmstream.payloads.kv.tiers import Tiers
 
-TRANSIT_SHARE: Final = 1 / 16
+TRANSIT_SHARE: Final = 1 / 32
 """Part of the frames, at most, through which layers pass that attend to everything."""
 LEAST_TRANSIT: Final = 4
 
@@ -55,10 +55,16 @@ class ChosenPool(Pool):
         """Half of them: one part comes while another is copied."""
         return max(1, min(self.frames.num_frames, self.transit_frames() // 2))
 
-    def quota(self, rows: int) -> int:
+    def quota(self, block: BlockTable) -> int:
         """Complete pages that each row of a layer which chooses may keep in frames."""
+        count = max(1, self._num_layers - NUM_EXEMPT)
+        layer = min(max(0, block.layer - NUM_EXEMPT), count - 1)
+        return share_of_layer(self._each(block.num_sequences), int(block.pages.shape[1]), layer, count)
+
+    def _each(self, rows: int) -> float:
+        """The mean of it over these layers."""
         spare = self.frames.num_frames - self.transit_frames() - rows * max(self._num_layers, len(self.layers))
-        return max(0, spare // (max(1, rows) * self._num_choosing()))
+        return max(0, spare) / (max(1, rows) * self._num_choosing())
 
     def _num_choosing(self) -> int:
         return max(1, len(self.choosing), self._num_layers - NUM_EXEMPT)
@@ -66,13 +72,13 @@ class ChosenPool(Pool):
     def kept(self, block: BlockTable) -> int:
         """Columns at the beginning of a layer that stay in frames, before any were chosen."""
         columns = int(block.pages.shape[1])
-        return min(columns, self.quota(block.num_sequences)) if block in self.choosing else 0
+        return min(columns, self.quota(block)) if block in self.choosing else 0
 
     def _reserve(self, block: BlockTable) -> None:
         """Let layers that attend to everything pass through the last frames, so that they come in long copies."""
         frames, rows, columns = self.frames, block.num_sequences, int(block.pages.shape[1])
         frames.first_passing = max(0, frames.num_frames - self.transit_frames())
-        chosen = self._num_choosing() * min(self.quota(rows), columns)
+        chosen = int(self._num_choosing() * min(self._each(rows), columns))
         wanted = rows * (chosen + max(self._num_layers, len(self.layers)))
         frames.has_spare = frames.first_passing - wanted > self.transit_frames()
 
@@ -171,8 +177,8 @@ class ChosenPool(Pool):
         state = self.frames.table.state[pages]
         return np.asarray((state == RESIDENT) | (state == LOADING))
 
-    def bring(self, wanted: Ids, victims: Ids, there: Ids, quota: int) -> int:
-        """Recall what is about to be attended to, and let other pages of the layer leave; how many were in no frame.
+    def bring(self, wanted: Ids, victims: Ids, there: Ids, quota: int) -> Ids:
+        """Recall what is about to be attended to, and let other pages of the layer leave; those that were in no frame.
 
         Args:
             wanted: pages, each once.
@@ -182,16 +188,24 @@ class ChosenPool(Pool):
         """
         frames = self.frames
         frames.land(there)
-        missing = wanted[frames.table.state[wanted] == ABSENT]
+        missing: Ids = wanted[frames.table.state[wanted] == ABSENT]
         leaving = self._that_may_leave(victims, wanted)
         there = np.setdiff1d(there, leaving)
         surplus = len(there) + len(missing) - quota
         if surplus > 0:  # after a prefill, when layers are in frames as far as there was room
             leaving = np.concatenate([leaving, self._that_may_leave(there, wanted)[-surplus:]])
         frames.evict(leaving)
+        frames._end_spills(leaving)  # whoever takes their frames waits in order for the copies
         self._let_stay(len(missing))
         frames.recall_each(missing)
-        return len(missing)
+        return missing
+
+    def settle(self, block: BlockTable) -> None:
+        """Free the frames that a layer which chooses passed through: what is brought next comes to frames that stay."""
+        frames, table = self.frames, self.frames.table
+        there = residency.unpinned(table, block.pages)
+        passed = there[table.frame[there] >= frames.first_passing]
+        frames.evict(passed)
 
     def _let_stay(self, count: int) -> None:
         """Frames for pages that stay: if fewer are free, those of layers that attend to everything leave them."""
