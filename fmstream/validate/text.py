@@ -15,7 +15,7 @@ RULES: Final = re.compile(r"^[-=*~^+| ]{3,}$", re.MULTILINE)
 """Lines below headings and in tables."""
 
 
-def read_prompt(file: str | None) -> str:
+def read_prompt(file: str | None, option: str = "--prompt") -> str:
     """The text of a file, or the reference of the language.
 
     Raises:
@@ -26,11 +26,11 @@ def read_prompt(file: str | None) -> str:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--prompt {file}: {error.strerror}: give a text file") from error
+        raise ConfigError(f"{option} {file}: {error.strerror}: give a text file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt {file} is no UTF-8 text ({error.reason}): give a text file") from error
+        raise ConfigError(f"{option} {file} is no UTF-8 text ({error.reason}): give a text file") from error
     if not text.strip():
-        raise ConfigError(f"--prompt {file} holds no text: give one of some thousand words")
+        raise ConfigError(f"{option} {file} holds no text: give one of some thousand words")
     return text
 
 
@@ -39,7 +39,7 @@ def reference() -> str:
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
-        raise ConfigError("this Python came without the texts of help(): give a text of your own (--prompt)") from error
+        raise ConfigError("this Python came without the texts of help(): give a text file of your own") from error
     whole = "\n\n".join(topics[name] for name in CHAPTERS if name in topics)
     paragraphs = re.split(r"\n\s*\n", RULES.sub("", whole))
     return "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())

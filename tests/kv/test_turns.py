@@ -99,6 +99,19 @@ def test_closing_a_cache_leaves_its_forks_what_they_have(first: str) -> None:
     assert pool.tiers.counts().host_bytes == 0
 
 
+def test_an_empty_fork_of_a_closed_cache_begins_anew() -> None:
+    cache = filled(pages=4)
+    forks = cache.fork(), cache.fork()
+    forks[0].reset()
+    forks[1].crop(-20)
+    cache.close()
+    for fork in forks:
+        for index in range(4):
+            fork.update(values(index), -values(index), index)
+        assert is_whole(fork)
+        fork.check()
+
+
 def interrupted(method: Callable[..., Any]) -> Callable[..., Any]:
     """Ctrl-C comes when a method has done its work and before its caller knows."""
 

@@ -208,7 +208,7 @@ class PagedCache(DynamicCache):
         key = (keys.device, shape)
         with self._making:  # forks share pools, and may be used by different threads
             pool = self._pools.get(key)
-            if pool is None or pool.turn.is_broken:
+            if pool is None or pool.turn.is_broken or pool.is_closed:
                 self._pools[key] = pool = self._new_pool(shape, keys, heads if apart else None)
         return pool, self._siblings.setdefault(pool, [])
 
@@ -348,7 +348,7 @@ class PagedCache(DynamicCache):
     def close(self) -> None:
         """Forget everything and give all memory back; may be called again.
 
-        Pools that a fork uses as well stay with it.
+        Pools in which a fork has something stay with it.
         """
         self.reset()  # type: ignore[no-untyped-call]
         for layer in self.layers:

@@ -72,7 +72,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Find the pool for keys and values of this shape."""
         self.device, self.dtype = key_states.device, key_states.dtype
-        if self.pool is not None and not self.block.length and self._misfit(self.pool, key_states, value_states):
+        pool = self.pool
+        if (
+            pool is not None
+            and not self.block.length
+            and (pool.is_closed or self._misfit(pool, key_states, value_states))
+        ):
             self.leave()
         if self.pool is None:
             self.join(*self._pool_for(key_states, value_states))
@@ -125,7 +130,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigError("keys and values in pages have no gradients: call the model under torch.no_grad()")
-        if not self.is_initialized:
+        if not self.block.length:
             self.lazy_initialization(key_states, value_states)
         return self._update(key_states, value_states)
 

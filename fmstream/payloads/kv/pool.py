@@ -418,8 +418,13 @@ class Pool:
 
     @property
     def is_used(self) -> bool:
-        """Whether a layer is in it."""
-        return any(layer not in self.left for layer in self.layers)
+        """Whether anything is in it."""
+        return any(layer.length and layer not in self.left for layer in self.layers)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its host memory was given back."""
+        return not self._finalizer.alive
 
     def check(self) -> None:
         """Verify the laws of pages, references and homes."""
