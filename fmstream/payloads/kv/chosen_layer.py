@@ -250,6 +250,7 @@ class ChosenLayer(PagedLayer):
         self._fetch_ahead(decision)
         return keys, values, found
 
+    @in_turn
     @torch.no_grad()
     def foresee(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> None:
         """Bring what the last query of a pass of several tokens would choose: the next step's will be like it.
