@@ -58,6 +58,19 @@ def try_kv(place: Place) -> Iterator[Outcome]:
     }
     for name, trial in tries.items():
         yield place.carry_out(PART, name, torch.no_grad()(trial))
+    if place.has_pins:
+        yield _try_packed(place)
+
+
+def _try_packed(place: Place) -> Outcome:
+    """Pages that cross the link packed, where the device can unpack them."""
+    from fmstream.device.page_packing import why_not_unpacked
+
+    name = "packed pages"
+    why_not = why_not_unpacked(torch.device(place.device), PAGE_BYTES // 4)
+    if why_not is not None:
+        return Outcome(PART, name, Verdict.NOT_RUN, f"the kernel that unpacks them was not built: {why_not}")
+    return place.carry_out(PART, name, torch.no_grad()(_packed))
 
 
 def missing_library() -> str:
@@ -71,7 +84,7 @@ def missing_library() -> str:
     return ""
 
 
-def make_model() -> Any:
+def make_model(dtype: torch.dtype = torch.float32) -> Any:
     """A small Llama on the CPU, always with the same weights."""
     library: Any = importlib.import_module("transformers")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
@@ -79,7 +92,7 @@ def make_model() -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = library.LlamaConfig(vocab_size=VOCABULARY, **heads, **sizes)
-        return library.LlamaForCausalLM(config).eval().requires_grad_(False)
+        return library.LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
 def make_prompt() -> Tensor:
@@ -110,6 +123,12 @@ def _in_file(device: str) -> str:
         expect(not left, f"{left} are left in the folder of the file")
     expect(did.file_written_bytes > 0 < did.file_read_bytes, "no page went through the file: nothing was tried")
     return f"{_DECODED}; {_moves(did)}, {format_bytes(did.file_read_bytes)} of it read from a file"
+
+
+def _packed(device: str) -> str:
+    did = _decode(device, torch.bfloat16)
+    expect(did.packed_pages > 0, f"none of {did.host_pages} pages was packed: nothing was tried")
+    return f"{_DECODED}; {_moves(did)}, {did.packed_pages} of {did.host_pages} pages in host memory packed"
 
 
 def _beams(device: str) -> str:
@@ -160,11 +179,11 @@ def _generate(model: Any, cache: Any, **options: Any) -> Tensor:
     return tokens
 
 
-def _decode(device: str, **options: Any) -> KvStatistics:
+def _decode(device: str, dtype: torch.dtype = torch.float32, **options: Any) -> KvStatistics:
     """Decode with a plain and with a paged cache; raises `Mismatch` unless logits and contents are equal."""
     from transformers import DynamicCache
 
-    model = make_model().to(device)
+    model = make_model(dtype).to(device)
     plain = DynamicCache(config=model.config)
     expected = [logits.cpu() for logits in greedy(model, plain)]
     cache = _paged(model, POOL_PAGES, **options)

@@ -13,6 +13,8 @@ from torch import nn
 
 from fmstream.cli import main
 from fmstream.core.order import Places
+from fmstream.device import page_packing
+from fmstream.payloads.kv import packing
 from fmstream.payloads.kv.filereads import FileReads, Reading
 from fmstream.policies import names
 from fmstream.validate import emulated, kv, weights
@@ -46,9 +48,10 @@ def test_the_table_of_the_emulated_device(monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["validate", "--device", "emu"]) == 0
     text = capsys.readouterr().out
     assert "emu, emulated rtx4070-laptop, in 1 orders of execution" in text
-    for name in [*WEIGHTS, "without pinned memory", *KV]:
+    with_pins = ["without pinned memory", "packed pages"]
+    for name in [*WEIGHTS, *with_pins, *KV]:
         assert f"\n{name} " in text
-    assert text.splitlines()[-1] == f"{len(WEIGHTS) + 1 + len(KV)} PASS"
+    assert text.splitlines()[-1] == f"{len(WEIGHTS) + len(with_pins) + len(KV)} PASS"
     assert max(map(len, text.splitlines())) <= 110
 
 
@@ -91,6 +94,28 @@ def test_a_page_that_comes_back_wrong_from_the_file_is_found(
     assert "3 PASS, 1 FAIL" in text
 
 
+def test_a_page_that_is_unpacked_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(packed: torch.Tensor, pages: torch.Tensor) -> None:
+        page_packing.unpack_pages(packed, pages)
+        pages[0, 0] ^= 1
+
+    monkeypatch.setattr(packing, "unpack_pages", wrong)
+    monkeypatch.setattr(emulated, "ORDERS", ("eager",))
+    with find_place("emu") as place:
+        *_, outcome = kv.try_kv(place)
+    assert (outcome.trial, outcome.verdict) == ("packed pages", Verdict.FAIL)
+    assert "differ" in outcome.read
+
+
+def test_where_pages_cannot_be_unpacked_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_packing, "why_not_unpacked", lambda device, elements: "no compiler")
+    monkeypatch.setattr(emulated, "ORDERS", ("eager",))
+    with find_place("emu") as place:
+        *_, outcome = kv.try_kv(place)
+    assert outcome.verdict is Verdict.NOT_RUN
+    assert "no compiler" in outcome.read
+
+
 def test_a_copy_that_waits_for_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Places, "claim", lambda *_: None)
     monkeypatch.setattr(emulated, "ORDERS", ("eager",))
@@ -117,7 +142,7 @@ class Counting(nn.Module):
 
 
 def test_an_output_that_differs_is_found() -> None:
-    with pytest.raises(Mismatch, match=r"call 1: \d+ of 1024 values differ from the unstreamed run's"):
+    with pytest.raises(Mismatch, match=r"call 1: \d+ of 1024 values .by up to 1. differ from the unstreamed run's"):
         weights.compare(Counting(), "cpu")
 
 
