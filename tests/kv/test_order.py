@@ -232,3 +232,42 @@ def test_the_end_of_the_pool_waits_for_what_was_in_its_frames() -> None:
 
     with replaced(Frames, "give_up", make):
         assert any(reports(lambda pages=pages: decode(pages)) for pages in range(9, 16))  # type: ignore[misc]
+
+
+def test_a_page_that_is_forgotten_while_it_is_written_home_is_not_written_home_later() -> None:
+    emulator.reset(SLOW, execution="late", check="raise", capacity=64 << 20, poison=True)
+    with torch.no_grad():
+        cache, layer, pool = two_pages()
+        pool.frames.evict(np.sort(layer.block.pages.ravel()))
+        cache.reset()
+        values = torch.randn(2, 2, 16, 8, generator=torch.Generator().manual_seed(0))
+        cache.update(values.to("emu"), values.to("emu"), 0)
+        emulator.machine().synchronize()
+        pool.frames.retire()
+        cache.check()
+        assert torch.equal(layer.keys.cpu(), values)
+        cache.close()
+
+
+def other_stream() -> None:
+    """A layer goes on in a stream that nobody told to wait for the one before."""
+    cache, _, _ = two_pages()
+    stream = torch.emu.Stream()  # type: ignore[attr-defined]
+    with torch.emu.stream(stream):  # type: ignore[attr-defined]
+        new = torch.ones(2, 2, 3, 8, device="emu")
+        cache.update(new, new, 0)
+    emulator.machine().synchronize()
+    cache.close()
+
+
+def test_another_stream_waits_for_the_one_before() -> None:
+    def make(enter: Any) -> Any:
+        def without_wait(lanes: Any, slab: Any) -> None:
+            with replaced(type(lanes._device), "wait", lambda _: lambda *_: None):
+                enter(lanes, slab)
+
+        return without_wait
+
+    assert not reports(other_stream)
+    with replaced(StreamLanes, "enter", make):
+        assert reports(other_stream)
