@@ -419,6 +419,14 @@ class Pool:
         tables = [block.pages.ravel() for block in self.layers]
         self.frames.check(np.concatenate(tables) if tables else np.empty(0, np.int32))
 
+    def is_sound(self) -> bool:
+        """Whether the laws hold, for somebody who left in the middle of a change."""
+        try:
+            self.check()
+        except (AssertionError, LookupError):
+            return False
+        return True
+
     def close(self) -> None:
         """Give host memory and the file back; the frames go with the last tensor over them.  May be called again."""
         self._finalizer()
