@@ -237,10 +237,6 @@ def test_an_interrupt_while_pages_are_waited_for(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         append(cache, held, 0)
     cache.check()
-    with pytest.raises(StreamError, match=r"left in the middle, by Ctrl-C.*call reset\(\)"):
-        append(cache, held, 0)
-    cache.reset()
-    held = [torch.empty(1, 2, 0, 8)] * LAYERS
     for layer in range(LAYERS):
         append(cache, held, layer)
     with checked(cache):

@@ -124,7 +124,7 @@ def interrupted(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 @pytest.mark.parametrize("options", [{}, {"kv_budget": 3}], ids=["exact", "chosen"])
-@pytest.mark.parametrize(("owner", "name"), [(FreeRuns, "take"), (Frames, "_hand_over"), (Frames, "_leave")])
+@pytest.mark.parametrize(("owner", "name"), [(FreeRuns, "take"), (Frames, "_hand_over")])
 def test_a_cache_that_ctrl_c_left_in_the_middle_starts_again_after_reset(
     owner: Any, name: str, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

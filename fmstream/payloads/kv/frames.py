@@ -452,8 +452,7 @@ class Frames:
         No frame of the old one may be used where the new one has fewer.
         """
         self._bring_or_forget(list(self._coming))
-        count = min(self.num_frames, len(memory))
-        num_frames = len(memory)
+        count, num_frames = min(self.num_frames, len(memory)), len(memory)
         if (self.table.owner >= 0).any():
             self.claim(Lane.COMPUTE, 0, count)
             memory[:count].copy_(self.memory[:count])
@@ -466,6 +465,7 @@ class Frames:
         """Verify the laws of the table and the tiers; ``held`` are all pages that block tables refer to, each time."""
         self.table.check()
         self.tiers.check()
+        assert sum(count for _, count, _ in self._spilling) == self.table.counts().spilling, "spills do not add up"
         refs = np.bincount(held, minlength=self.table.num_pages)
         assert (refs == self.refs).all(), "references do not add up"
         nowhere = (refs > 0) & (self.table.state == ABSENT) & (self.table.home < 0)

@@ -437,6 +437,14 @@ class Pool:
         packer = self.frames.packer
         return self.slab.num_bytes + (packer.device_bytes if packer is not None else 0)
 
+    def is_sound(self) -> bool:
+        """Whether the laws hold, for somebody who left in the middle of a change."""
+        try:
+            self.check()
+        except (AssertionError, LookupError):
+            return False
+        return True
+
     def close(self) -> None:
         """Give host memory and the file back; the frames go with the last tensor over them.  May be called again."""
         self._finalizer()

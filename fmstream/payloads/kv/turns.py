@@ -58,7 +58,8 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
                 return method(self, *args, **kwargs)
             except BaseException as error:
                 # Other errors are foreseen: what was begun has been undone.  Ctrl-C comes between any two lines.
-                turn.is_broken |= not isinstance(error, Exception) or isinstance(error, AssertionError)
+                if not isinstance(error, Exception) or isinstance(error, AssertionError):
+                    turn.is_broken |= not self.pool.is_sound()
                 raise
 
     return held
