@@ -61,10 +61,10 @@ class ChosenPool(Pool):
         layer = min(max(0, block.layer - NUM_EXEMPT), count - 1)
         return share_of_layer(self._each(block.num_sequences), int(block.pages.shape[1]), layer, count)
 
-    def _each(self, rows: int) -> float:
-        """The mean of it over these layers."""
+    def _each(self, rows: int) -> int:
+        """The mean of it over these layers, rounded down: a pool that is hardly larger chooses no other pages."""
         spare = self.frames.num_frames - self.transit_frames() - rows * max(self._num_layers, len(self.layers))
-        return max(0, spare) / (max(1, rows) * self._num_choosing())
+        return max(0, spare) // (max(1, rows) * self._num_choosing())
 
     def _num_choosing(self) -> int:
         return max(1, len(self.choosing), self._num_layers - NUM_EXEMPT)
@@ -78,7 +78,7 @@ class ChosenPool(Pool):
         """Let layers that attend to everything pass through the last frames, so that they come in long copies."""
         frames, rows, columns = self.frames, block.num_sequences, int(block.pages.shape[1])
         frames.first_passing = max(0, frames.num_frames - self.transit_frames())
-        chosen = int(self._num_choosing() * min(self._each(rows), columns))
+        chosen = self._num_choosing() * min(self._each(rows), columns)
         wanted = rows * (chosen + max(self._num_layers, len(self.layers)))
         frames.has_spare = frames.first_passing - wanted > self.transit_frames()
 
