@@ -271,3 +271,20 @@ def test_another_stream_waits_for_the_one_before() -> None:
     assert not reports(other_stream)
     with replaced(StreamLanes, "enter", make):
         assert reports(other_stream)
+
+
+def test_an_answer_is_read_after_it_came() -> None:
+    def make(decide: Any) -> Any:
+        def at_once(*args: Any) -> Any:
+            with replaced(Places, "join", lambda _: lambda *_: None):
+                return decide(*args)
+
+        return at_once
+
+    def guarded() -> None:
+        with emulator.host_guard():
+            choose()
+
+    assert not reports(guarded)
+    with replaced(Desk, "decide", make):
+        assert reports(guarded)

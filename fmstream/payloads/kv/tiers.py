@@ -257,7 +257,6 @@ class Tiers:
 
     def close(self) -> None:
         """Give everything back once no copy uses it; may be called again."""
-        self._lanes.settle()
         self.make_room = None  # whoever makes room knows these tiers
         self.host.close()
         if self.packed is not None:
