@@ -206,6 +206,7 @@ class ChosenPool(Pool):
         there = residency.unpinned(table, block.pages)
         passed = there[table.frame[there] >= frames.first_passing]
         frames.evict(passed)
+        frames._end_spills(passed)  # those that are wanted are missing now
 
     def _let_stay(self, count: int) -> None:
         """Frames for pages that stay: if fewer are free, those of layers that attend to everything leave them."""
