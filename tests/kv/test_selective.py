@@ -418,4 +418,4 @@ def test_chosen_pages_stay_while_other_layers_pass() -> None:
         (pool,) = cache.pools
         assert pool.transit_frames() < 2 * 60  # the layers that attend to everything do not fit in what is theirs
         did = cache.statistics().selection
-        assert did.recalled - missing < 0.03 * did.chosen, "but for some of the layer with the most pages"
+        assert did.recalled <= missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
@@ -61,10 +62,10 @@ class ChosenPool(Pool):
         layer = min(max(0, block.layer - NUM_EXEMPT), count - 1)
         return share_of_layer(self._each(block.num_sequences), int(block.pages.shape[1]), layer, count)
 
-    def _each(self, rows: int) -> int:
-        """The mean of it over these layers, rounded down: a pool that is hardly larger chooses no other pages."""
+    def _each(self, rows: int) -> float:
+        """The mean of it over these layers."""
         spare = self.frames.num_frames - self.transit_frames() - rows * max(self._num_layers, len(self.layers))
-        return max(0, spare) // (max(1, rows) * self._num_choosing())
+        return max(0, spare) / (max(1, rows) * self._num_choosing())
 
     def _num_choosing(self) -> int:
         return max(1, len(self.choosing), self._num_layers - NUM_EXEMPT)
@@ -78,7 +79,7 @@ class ChosenPool(Pool):
         """Let layers that attend to everything pass through the last frames, so that they come in long copies."""
         frames, rows, columns = self.frames, block.num_sequences, int(block.pages.shape[1])
         frames.first_passing = max(0, frames.num_frames - self.transit_frames())
-        chosen = self._num_choosing() * min(self._each(rows), columns)
+        chosen = math.ceil(self._num_choosing() * min(self._each(rows), columns))
         wanted = rows * (chosen + max(self._num_layers, len(self.layers)))
         frames.has_spare = frames.first_passing - wanted > self.transit_frames()
 
@@ -195,7 +196,7 @@ class ChosenPool(Pool):
         if surplus > 0:  # after a prefill, when layers are in frames as far as there was room
             leaving = np.concatenate([leaving, self._that_may_leave(there, wanted)[-surplus:]])
         frames.evict(leaving)
-        frames._end_spills(leaving)  # whoever takes their frames waits in order for the copies
+        frames.end_spills(leaving)  # whoever takes their frames waits in order for the copies
         self._let_stay(len(missing))
         frames.recall_each(missing)
         return missing
@@ -206,7 +207,7 @@ class ChosenPool(Pool):
         there = residency.unpinned(table, block.pages)
         passed = there[table.frame[there] >= frames.first_passing]
         frames.evict(passed)
-        frames._end_spills(passed)  # those that are wanted are missing now
+        frames.end_spills(passed)  # those that are wanted are missing now
 
     def _let_stay(self, count: int) -> None:
         """Frames for pages that stay: if fewer are free, those of layers that attend to everything leave them."""
@@ -256,10 +257,12 @@ class ChosenPool(Pool):
         return keys[:, 0, :length], values[:, 0, :length]
 
     def ahead(self, pages: Ids) -> Ids:
-        """Recall pages for later steps, as far as frames are free; those that are on their way."""
+        """Recall pages for later steps, as far as frames that stay are free; those that are on their way."""
         missing: Ids = np.unique(pages)
         missing = missing[self.frames.table.state[missing] == ABSENT]
-        missing = missing[: max(0, self.frames.num_free() - self.transit_frames())]
+        self._let_stay(len(missing))
+        owner = self.frames.table.owner[: self.frames.first_passing]
+        missing = missing[: int(np.count_nonzero(owner == -1))]
         self.frames.recall_each(missing)
         return missing
 

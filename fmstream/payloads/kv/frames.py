@@ -105,7 +105,7 @@ class Frames:
         np.subtract.at(self.refs, pages.ravel(), 1)
         gone = np.unique(pages)
         gone = gone[self.refs[gone] == 0]
-        self._end_spills(gone)
+        self.end_spills(gone)
         self.vacate(gone)
         homes = self.table.home[gone]
         for _, home, count in runs(homes[homes >= 0]):
@@ -192,7 +192,7 @@ class Frames:
 
     def fill(self, start: int, count: int, *, staying: bool) -> tuple[int, int]:
         """Frames for absent pages of consecutive numbers, up to ``count``, that the compute lane writes next."""
-        self._end_spills(np.arange(start, start + count, dtype=np.int32))
+        self.end_spills(np.arange(start, start + count, dtype=np.int32))
         frame, count = self.take(count, staying=staying)
         self.table.load(start, count, frame)
         self.table.ready(start, count)
@@ -259,7 +259,7 @@ class Frames:
             self._hand_over(spilling)
         self._spilling.clear()
 
-    def _end_spills(self, pages: Ids) -> None:
+    def end_spills(self, pages: Ids) -> None:
         """As far as the table goes, none of these pages is being written home any more."""
         if self._spilling and (self.table.state[pages] == SPILLING).any():
             self._hand_over_all()
@@ -277,11 +277,11 @@ class Frames:
         """Use only the frames before ``first`` from now on; the compute lane may write to the others."""
         inside = self.table.owner[first : self.num_frames]
         inside = np.sort(inside[inside >= 0])
-        self._end_spills(inside)
+        self.end_spills(inside)
         state = self.table.state[inside]
         self.vacate(inside[state == LOADING])
         self.evict(inside[state == RESIDENT])
-        self._end_spills(inside)
+        self.end_spills(inside)
         if first < self.num_frames:
             self.claim(Lane.COMPUTE, first, self.num_frames - first)
             self.num_frames = first
@@ -293,14 +293,14 @@ class Frames:
 
         Pages in the file are only begun to be read, as many as there is room for: the host waits for none.
         """
-        self._end_spills(pages)
+        self.end_spills(pages)
         for _, start, count in runs(pages[self.table.state[pages] == ABSENT]):
             while count and (done := self._recall_run(start, count, staying=staying, patient=False)):
                 start, count = start + done, count - done
 
     def recall_each(self, pages: Ids) -> None:
         """The same for absent pages that lie apart, as far as frames are free: each comes to any of them."""
-        self._end_spills(pages)
+        self.end_spills(pages)
         free = np.flatnonzero(self.table.owner[: self.num_frames] == -1)
         for page, frame in zip(pages.tolist(), free.tolist(), strict=False):
             if self.table.home[page] < FILE or self._has_room_to_read(patient=False):
@@ -409,7 +409,7 @@ class Frames:
         """
         table: PageTable = self.table
         pinned: list[Ids] = []
-        self._end_spills(pages)
+        self.end_spills(pages)
         self.land(pages)
         try:
             state = table.state[pages]
