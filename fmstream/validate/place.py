@@ -70,8 +70,17 @@ def find_place(device: str | None) -> Iterator[Place]:
 
 @contextmanager
 def _settled(device: str) -> Iterator[None]:
-    """A trial's work has ended, with its errors, before the trial has."""
-    yield
+    """A trial's work has ended, with its errors, before the trial has.
+
+    On the CPU it is done by one thread: by several, kernels of a busy machine may give other last bits the next time.
+    """
+    on_cpu, num_threads = torch.device(device).type == "cpu", torch.get_num_threads()
+    try:
+        if on_cpu:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
     gc.collect()
-    if torch.device(device).type != "cpu":
+    if not on_cpu:
         torch.get_device_module(device).synchronize()

@@ -185,3 +185,14 @@ def test_what_was_not_run_has_no_time_and_fails_nothing() -> None:
     assert validation.status == 0
     line = render_validation(validation).splitlines()[4]
     assert line.split() == ["pages", "NOT", "RUN", "transformers", "is", "not", "installed", "-"]
+
+
+def test_the_cpu_is_tried_with_one_thread_and_has_its_threads_back() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        with find_place("cpu") as place:
+            outcome = place.carry_out("weights", "any", lambda device: f"{seen.append(torch.get_num_threads())}")
+        assert (outcome.verdict, seen, torch.get_num_threads()) == (Verdict.PASS, [1], 2)
+    finally:
+        torch.set_num_threads(before)
