@@ -10,6 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+INSTANT: Final = 1e-12
+"""Seconds that are nothing: what rounding leaves."""
+
 VectorClock = dict[int, int]
 Stretch = tuple[float, float]
 """From when to when."""
@@ -115,7 +118,7 @@ class Lane:
                 seconds -= sum(end - begin for begin, end in taken)
             elif (begin := self._fill(ready, seconds)) is not None:
                 return [(begin, begin + seconds)]
-        if seconds > 0 or not taken:
+        if seconds >= INSTANT or not taken:
             self.free = start + seconds
             taken.append((start, start + seconds))
         return taken
@@ -142,7 +145,7 @@ class Lane:
             self._cut(self.gaps.index((low, high)), start, end)
             taken.append((start, end))
             seconds -= end - start
-            if seconds <= 0:
+            if seconds < INSTANT:
                 break
         return taken
 

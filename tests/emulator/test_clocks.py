@@ -303,6 +303,15 @@ def test_a_long_kernel_runs_beside_short_ones_of_another_stream() -> None:
     assert copies.occupy(1.0, 3.0) == [(7.0, 10.0)]
 
 
+def test_what_rounding_leaves_of_a_kernel_waits_for_nothing() -> None:
+    lane = Lane("compute", divisible=True)
+    for ready in (0.1 + 0.2, 0.7, 0.9):
+        lane.occupy(ready, 0.1)
+    pieces = lane.occupy(0.1, 0.3 + 0.1)
+    assert [round(start, 9) for start, _ in pieces] == [0.1, 0.4]
+    assert round(pieces[-1][1], 9) == 0.6
+
+
 class Deeds:
     """Random work on some streams, each piece noting that it was done."""
 
