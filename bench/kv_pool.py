@@ -97,7 +97,7 @@ def _as_they_are(config: Any, shape: Shape, sequences: int) -> Any:
 
 
 def _all_fit(pages: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Packs nothing, for there are no values: of a real model all pages fit (`kv_quality`'s ``packed``)."""
+    """Packs nothing, for there are no values: those of a real model fit (`kv_quality`: ``packed_share``)."""
     return torch.ones(len(pages), dtype=torch.bool)
 
 

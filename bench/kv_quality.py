@@ -15,6 +15,7 @@ from bench.contract import Bar, BenchError, Findings, Row, Workplace, num_cores,
 from bench.kv_peers import KeptTokens, attending
 from bench.smollm2 import load
 from fmstream import PagedCache
+from fmstream.device.page_packing import pack_pages, packed_bytes
 from fmstream.payloads.kv.choosing import Seen
 from fmstream.payloads.kv.hits import HitMeter
 
@@ -84,6 +85,7 @@ class Quality:
         self.meter = HitMeter()
         self.rows: list[Row] = []
         self.num_equal = self.num_asked = 0
+        self.num_pages = self.num_packed = 0
 
     def run(self, work: Work) -> Findings:
         """Everything."""
@@ -98,6 +100,7 @@ class Quality:
             "position_hit": rates.position,
             "paging_hit": rates.paging,
             "fallback_share": rates.fallbacks,
+            "packed_share": self.num_packed / self.num_pages,
         }
         return Findings(figures, self.rows)
 
@@ -161,6 +164,10 @@ class Quality:
         with attending(self.model, kept):
             kept.is_adding = beside
             self.model(prompt, cache=whole, logits_to_keep=1)
+            for layer in whole.layers:
+                fits = packed(layer.keys, layer.values)
+                self.num_pages += len(fits)
+                self.num_packed += int(fits.sum())
             yield "exact", self.stepper(copy.deepcopy(whole))
             kept.is_adding = False
             if beside:
@@ -202,6 +209,20 @@ class Quality:
         """Tokens of a text, [1, n]."""
         found: torch.Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
         return found
+
+
+def packed(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Which pages of a layer [1, heads, tokens, dim] would be packed in bfloat16, bool [pages]."""
+    count = keys.shape[2] // PAGE_TOKENS
+    parts = [
+        part[0, :, : count * PAGE_TOKENS].bfloat16().view(part.shape[1], count, -1).transpose(0, 1).reshape(count, -1)
+        for part in (keys, values)
+    ]
+    pages = torch.cat(parts, 1)
+    size = packed_bytes(pages.dtype, pages.shape[1])
+    if size is None:
+        raise BenchError(f"pages of {pages.shape[1]} elements are never packed: take another number of tokens")
+    return pack_pages(pages.view(torch.uint8), torch.empty((count, size), dtype=torch.uint8))
 
 
 def prose() -> str:

