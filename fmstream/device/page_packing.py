@@ -7,6 +7,7 @@ CUDA, by a kernel built for the card at hand.  The format is in `fmstream.core.p
 
 from __future__ import annotations
 
+import threading
 from functools import cache, lru_cache
 from typing import Any, Final
 
@@ -82,9 +83,14 @@ def _try(device: torch.device) -> str | None:
     return None
 
 
-@cache
 def _operators() -> Any:
     """The operators, defined when they are first needed."""
+    with _defining:
+        return _defined()
+
+
+@cache
+def _defined() -> Any:
     make: Any = torch.library.Library
     library = make(NAMESPACE, "DEF")
     library.define("pack_pages(Tensor pages, Tensor(a!) packed) -> Tensor")
@@ -96,6 +102,7 @@ def _operators() -> Any:
     return getattr(torch.ops, NAMESPACE)
 
 
+_defining = threading.Lock()
 _libraries: list[Any] = []
 """Operators last as long as the library that defined them."""
 
