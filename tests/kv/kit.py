@@ -80,6 +80,7 @@ def prompt(length: int, batch: int = 1, seed: int = 0) -> Tensor:
 def fresh(execution: Execution = "eager", **options: Any) -> emulator.Machine:
     """A new machine that raises at the first access out of order; free memory holds NaN."""
     options = {"capacity": 64 << 20, "poison": True, "check": "raise"} | options
+    gc.collect()  # what an error still holds of a cache gives its memory back to the machine that it is of
     return emulator.reset("rtx4070-laptop", execution=execution, **options)
 
 
