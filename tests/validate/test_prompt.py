@@ -24,7 +24,7 @@ def test_the_reference_is_prose() -> None:
 
 def test_a_python_without_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(ConfigError, match="give a text of your own"):
+    with pytest.raises(ConfigError, match="give a text file of your own"):
         read_prompt(None)
 
 
