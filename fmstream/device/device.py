@@ -73,7 +73,13 @@ class Part:
         return True
 
     def overwrite(self, offset: int, source: torch.Tensor) -> None:
-        """Copy bytes of host memory to ``offset``, unseen by `was_written`; returns when they are there."""
+        """Copy bytes of host memory to ``offset``, unseen by `was_written`; returns when they are there.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        if offset + source.numel() > self.tensor.numel():
+            raise ValueError(f"{source.numel()} bytes at {offset} do not fit in a part of {self.tensor.numel()}")
         if self._raw is None:
             ctypes.memmove(self.address + offset, source.data_ptr(), source.numel())
         else:

@@ -68,6 +68,8 @@ class Weights:
         self.fault_bytes = 0
         self._watch_grads = False
         self._exposed: set[int] = set()
+        self._replaced: dict[int, Master] = {}
+        """What was surveyed, by index, where a parameter has come to hold other data since."""
         self._watch = Watch()
         self._files = FileSet()
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
@@ -89,6 +91,7 @@ class Weights:
         self.sizes = [master.num_bytes for master in found.masters]
         self.unbound = set()
         self.pinned.clear()
+        self._replaced.clear()
         self._exposed = aliased(self.masters, self.roots.values())
         return found
 
@@ -164,7 +167,10 @@ class Weights:
             held = master.is_held
             original = master.original
             if held and original.data_ptr() != master.address:
+                # Other data, perhaps of another size: there is a new survey before it is used.
                 self.changed_shape = True
+                self._exposed.discard(master.index)
+                continue
             if not original.is_inference() and original._version != master.seen_version:
                 master.seen_version = original._version
                 self._written_unseen(master)
@@ -200,7 +206,7 @@ class Weights:
         began = time.perf_counter()
         for param, offset in zip(params, offsets, strict=True):
             master = self.masters[param]
-            if self._watch.has_changed(param, part, offset, master.span) and master.bound is not None:
+            if master.bound is not None and self._watch.has_changed(param, part, offset, master.span):
                 master.write_back(part.read(offset, master.span))
                 self.left_in_place(master)
         self._did_not_compute(began)
@@ -291,7 +297,7 @@ class Weights:
         self.homes_changed = True
         if self.tables is not None:
             self.tables.changed(master)
-        if self.executor is None or not self._is_present(master):
+        if self.executor is None or not self._is_present(master) or master.index in self._replaced:
             return
         self.executor.refresh(master.index)
         if self.executor.slab is not None:
@@ -306,7 +312,8 @@ class Weights:
         return bool(self.stack)
 
     def succeeded(self, master: Master, successor: Master) -> None:
-        """Survey again before the next pass."""
+        """Survey again before the next pass; in this one the successor is not bound, for it may be of another size."""
+        self._replaced.setdefault(master.index, master)
         self.masters[master.index] = successor
         self.changed_shape = True
 
@@ -320,6 +327,10 @@ class Weights:
     def _is_present(self, master: Master) -> bool:
         """Whether a master has not been succeeded by another one."""
         return master.index < len(self.masters) and self.masters[master.index] is master
+
+    def _surveyed(self, param: int) -> Master:
+        """The master whose bytes are copied to fast memory for a parameter."""
+        return self._replaced.get(param) or self.masters[param]
 
     # Gradients
 
@@ -347,11 +358,13 @@ class Weights:
 
     def pieces(self, param: int, address: int) -> Iterable[Piece]:
         """One copy of the whole span."""
-        master = self.masters[param]
+        master = self._surveyed(param)
         return (Piece(master.home, 0, address, master.span),)
 
     def bind(self, param: int, part: Part, offset: int) -> None:
-        """Show a view of fast memory."""
+        """Show a view of fast memory, unless the parameter has come to hold other data than was copied there."""
+        if param in self._replaced:
+            return
         master = self.masters[param]
         bound = part.shown.get((param, offset))
         in_graph = master.requires_grad and torch.is_grad_enabled() and not is_dressed(master.original)
@@ -408,7 +421,7 @@ class Weights:
             kind = type(tensor)  # `isinstance` would run code of any object that there is
             if issubclass(kind, torch.Tensor) and kind is not Absent and looks_into(tensor, part):
                 at = bisect.bisect_right(offsets, tensor.data_ptr() - part.address) - 1
-                master = self.masters[params[at]]
+                master = self._surveyed(params[at])
                 self.in_place.add(id(master.original))
                 point_at(master, tensor, tensor.data_ptr() - part.address - offsets[at])
                 found = True

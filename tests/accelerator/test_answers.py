@@ -16,7 +16,7 @@ from torch import nn
 from tests.accelerator.cases import WIDTH, Counting, Tied, call
 from tests.accelerator.kit import equal, fresh, here, on_host, streaming, twin_on
 from tests.clients.pipelines import stable_diffusion
-from tests.kit import mlp
+from tests.kit import mlp, noise
 
 EMU = "emu:0"
 
@@ -180,3 +180,25 @@ def test_a_parameter_that_was_made_on_the_device_is_taken(how: str) -> None:
         for number in range(3):
             equal(on_host(call(module, number)), on_host(call(twin, number)))
     assert module[4].weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("in_call", [0, 2])
+@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH, WIDTH // 4])
+def test_data_replaced_in_the_midst_of_a_pass(width: int, in_call: int) -> None:
+    module = mlp(6, WIDTH)
+    twin = twin_on(module)
+    call_number = 0
+
+    def replace(layers: nn.Sequential) -> None:
+        for index, shape in ((8, (width, WIDTH)), (10, (WIDTH, width))):
+            weight = layers[index].weight
+            weight.data = noise(*shape, seed=index).to(weight.device) / 8
+            weight.mul_(0.5)
+        layers[8].bias.data = noise(width, seed=9).to(layers[8].bias.device)
+
+    for part in (module, twin):
+        part[2].register_forward_pre_hook(lambda *_, part=part: replace(part) if call_number == in_call else None)
+    with torch.no_grad(), streaming(module, edited=True, keeps=True):
+        for call_number in range(4):
+            equal(on_host(call(module, call_number)), on_host(call(twin, call_number)))
+    assert module[8].weight.shape == (width, WIDTH)

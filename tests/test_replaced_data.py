@@ -1,0 +1,134 @@
+"""Parameters that come to hold other data while copies of what they held are in fast memory, or on their way there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fmstream.device.device import Part
+from tests.kit import agree, mlp, noise, same_state, streamed
+
+X = noise(4, 32)
+
+
+def _same_size(layers: nn.Sequential) -> None:
+    layers[6].weight.data = noise(32, 32, seed=41)
+
+
+def _wider(layers: nn.Sequential) -> None:
+    layers[6].weight.data = noise(160, 32, seed=41)
+    layers[6].bias.data = noise(160, seed=42)
+    layers[8].weight.data = noise(32, 160, seed=43)
+
+
+def _narrower(layers: nn.Sequential) -> None:
+    layers[6].weight.data = noise(7, 32, seed=41)
+    layers[6].bias.data = noise(7, seed=42)
+    layers[8].weight.data = noise(32, 7, seed=43)
+
+
+def _strided(layers: nn.Sequential) -> None:
+    layers[6].weight.data = noise(32, 96, seed=41)[:, ::3]
+
+
+def _the_last(layers: nn.Sequential) -> None:
+    layers[-2].weight.data = noise(320, 32, seed=41)
+    layers[-2].bias.data = noise(320, seed=42)
+
+
+def _then_written(layers: nn.Sequential) -> None:
+    _the_last(layers)
+    layers[-2].weight.add_(0.5)
+    layers[-2].bias[200:].fill_(1.5)
+
+
+def _swapped(layers: nn.Sequential) -> None:
+    layers[6].weight.data, layers[8].weight.data = layers[8].weight.data, layers[6].weight.data
+    layers[8].weight.mul_(0.5)
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "same size": _same_size,
+    "wider": _wider,
+    "narrower": _narrower,
+    "strided": _strided,
+    "the last": _the_last,
+    "then written": _then_written,
+    "swapped": _swapped,
+}
+
+
+class Reaching(nn.Module):
+    """Its layers' data are changed between two of them, once."""
+
+    def __init__(self, change: Callable[[nn.Sequential], Any], at: int, in_call: int) -> None:
+        super().__init__()
+        self.layers = mlp(8)
+        self.change, self.at, self.in_call, self.call = change, at, in_call, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.call += 1
+        for number, layer in enumerate(self.layers):
+            if number == self.at and self.call == self.in_call:
+                self.change(self.layers)
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("memory", [0.35, 0.9])
+@pytest.mark.parametrize("in_call", [1, 3])
+@pytest.mark.parametrize("at", [2, 5, 12])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_data_replaced_in_the_midst_of_a_pass(change: Any, at: int, in_call: int, memory: float) -> None:
+    module = Reaching(change, at, in_call).eval()
+    twin = copy.deepcopy(module)
+    with streamed(module, memory, edited=True):
+        agree(module, twin, X, times=5)
+        same_state(module, twin)
+    same_state(module, twin)
+    agree(module, twin, X)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.9])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_data_replaced_and_written_before_the_next_pass(change: Any, share: float) -> None:
+    module = mlp(8)
+    twin = copy.deepcopy(module)
+    with streamed(module, share, edited=True), torch.no_grad():
+        agree(module, twin, X, times=3)
+        for part in (module, twin):
+            change(part)
+            for param in part.parameters():
+                param.mul_(0.75)
+        same_state(module, twin)
+        agree(module, twin, X, times=3)
+    agree(module, twin, X)
+
+
+@pytest.mark.parametrize("width", [7, 48])
+def test_parameter_objects_taken_before_opening_replaced_and_written(width: int) -> None:
+    module = mlp()
+    twin = copy.deepcopy(module)
+    taken = [(part[2].weight, part[2].bias, part[4].weight) for part in (module, twin)]
+    with streamed(module, edited=True), torch.no_grad():
+        agree(module, twin, X, times=3)
+        for weight, bias, following in taken:
+            weight.data, bias.data = noise(width, 32, seed=6), noise(width, seed=7)
+            following.data = noise(32, width, seed=9)
+            for param in (weight, bias, following):
+                param.mul_(0.75)
+        agree(module, twin, X, times=3)
+    agree(module, twin, X)
+
+
+def test_a_part_takes_no_bytes_past_its_end() -> None:
+    part = Part(torch.zeros(64, dtype=torch.uint8), 0)
+    with pytest.raises(ValueError, match="65 bytes at 0 do not fit in a part of 64"):
+        part.overwrite(0, torch.zeros(65, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="8 bytes at 60 do not fit"):
+        part.overwrite(60, torch.zeros(8, dtype=torch.uint8))
