@@ -52,6 +52,34 @@ def _swapped(layers: nn.Sequential) -> None:
     layers[8].weight.mul_(0.5)
 
 
+def _set_to_others(layers: nn.Sequential) -> None:
+    layers[-2].weight.set_(noise(320, 32, seed=41))
+    layers[-2].bias.set_(noise(320, seed=42))
+    layers[-2].weight.mul_(0.5)
+
+
+def _transposed(layers: nn.Sequential) -> None:
+    layers[6].weight.t_()
+    layers[8].weight.transpose_(0, 1).mul_(0.5)
+
+
+def _cut(layers: nn.Sequential) -> None:
+    layers[-2].weight.as_strided_((16, 32), (32, 1))
+    layers[-2].bias.as_strided_((16,), (1,))
+
+
+def _tensors_swapped(layers: nn.Sequential) -> None:
+    torch.utils.swap_tensors(layers[6].weight, nn.Parameter(noise(32, 32, seed=41)))
+
+
+def _converted_by_swapping(layers: nn.Sequential) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layers.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "same size": _same_size,
     "wider": _wider,
@@ -60,6 +88,14 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "the last": _the_last,
     "then written": _then_written,
     "swapped": _swapped,
+    "set to others": _set_to_others,
+    "transposed": _transposed,
+    "cut": _cut,
+}
+BETWEEN: dict[str, Callable[[nn.Sequential], Any]] = {
+    **CHANGES,
+    "tensors swapped": _tensors_swapped,
+    "converted by swapping": _converted_by_swapping,
 }
 
 
@@ -95,7 +131,7 @@ def test_data_replaced_in_the_midst_of_a_pass(change: Any, at: int, in_call: int
 
 
 @pytest.mark.parametrize("share", [0.35, 0.9])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("change", BETWEEN.values(), ids=BETWEEN.keys())
 def test_data_replaced_and_written_before_the_next_pass(change: Any, share: float) -> None:
     module = mlp(8)
     twin = copy.deepcopy(module)
@@ -124,6 +160,16 @@ def test_parameter_objects_taken_before_opening_replaced_and_written(width: int)
                 param.mul_(0.75)
         agree(module, twin, X, times=3)
     agree(module, twin, X)
+
+
+def test_a_detached_tensor_keeps_its_shape() -> None:
+    module = mlp(8)
+    twin = copy.deepcopy(module)
+    with streamed(module), torch.no_grad():
+        agree(module, twin, X)
+        with pytest.raises(RuntimeError, match=r"t_.*detached tensor of 4\.weight.*clone"):
+            module[4].weight.data.t_()
+        agree(module, twin, X, times=2)
 
 
 def test_a_part_takes_no_bytes_past_its_end() -> None:

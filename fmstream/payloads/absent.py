@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fmstream.payloads import saved, transforms
 from fmstream.payloads.bound import Bind, Bound, InGraph, hide, show_in_graph
 from fmstream.payloads.kinds import dress, is_dressed, joined
-from fmstream.payloads.views import follow
+from fmstream.payloads.views import follow, outline
 
 if TYPE_CHECKING:
     from fmstream.payloads.keeper import Keeper
@@ -106,15 +106,29 @@ class Absent(torch.Tensor):
             master.prepare_write()
         values = {key: master.writable() for key, master in masters.items()}
         plain = {id(a): values[id(a.master)] for a in written}
+        outlines = {key: outline(value) for key, value in values.items()}
 
         def replace(a: Absent) -> torch.Tensor:
             return plain[id(a)] if id(a) in plain else a.master.fault()
 
         result = func(*tree_map_only(Absent, replace, args), **tree_map_only(Absent, replace, kwargs))
-        for key, master in masters.items():
-            master.take(values[key])
         back = {id(t): a for a in written for t in (plain[id(a)],)}
+        for key, master in masters.items():
+            if outline(values[key]) == outlines[key]:
+                master.take(values[key])
+            else:
+                back[id(values[key])] = _reshaped(func, master, values[key], written)
         return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
+
+
+def _reshaped(func: Any, master: Master, value: torch.Tensor, written: list[Absent]) -> Absent:
+    """An operation let what stood for a parameter have another shape, or other memory: so does the parameter."""
+    if any(a.master is master and not a.stands_for_parameter for a in written):
+        raise RuntimeError(
+            f"{func} would change the shape or the memory of a detached tensor of {master.name}, which is streamed: "
+            f"clone the tensor first, or change the parameter itself"
+        )
+    return master.replace(value)
 
 
 def restore(holder: dict[str, Any], keeper: Keeper) -> None:

@@ -17,7 +17,7 @@ from fmstream.device.homes import FileHome, Home, MemoryHome
 from fmstream.payloads.absent import Absent
 from fmstream.payloads.bound import HOLD, InGraph, hand_over_grad, hide
 from fmstream.payloads.kinds import dress, is_dressed
-from fmstream.payloads.views import View, alias, bytes_of, same_view
+from fmstream.payloads.views import View, alias, bytes_of, outline, same_view
 
 if TYPE_CHECKING:
     from fmstream.payloads.keeper import Keeper
@@ -286,6 +286,11 @@ class Master:
         """Whether an in-place operation wrote what is bound, or what shares a part with it."""
         return self.bound is not None and self.bound._version != self.bound_version
 
+    def is_shown_at(self, address: int) -> bool:
+        """Whether what is bound still is all of the parameter, at ``address``."""
+        assert self.bound is not None
+        return self.span == 0 or outline(self.bound) == (address, self.dtype, self.size, self.stride)
+
     def may_hold_writes(self, value: torch.Tensor) -> bool:
         """Whether a faulted value that was written may hold what the master does not."""
         return value.data_ptr() == self.original.data_ptr() or self._differs(value)
@@ -317,10 +322,10 @@ class Master:
         ctypes.memmove(self.original.data_ptr(), truth.data_ptr(), self.span)
         self.written()
 
-    def replace(self, value: torch.Tensor) -> None:
-        """``parameter.data = value``: the master becomes another tensor."""
+    def replace(self, value: torch.Tensor) -> Absent:
+        """``parameter.data = value``: the master becomes another tensor.  Returns what stands for it then."""
         if isinstance(value, Absent) and value.master is self:
-            return
+            return self.absent
         plain = value.master.memory() if isinstance(value, Absent) else value
         if plain.device == self.device and self.device.type != "cpu":
             plain = plain.detach().to("cpu")  # the truth lies on the host
@@ -328,7 +333,7 @@ class Master:
         with torch.inference_mode(False):
             self.original.data = plain
         if not shown:
-            return  # the modules have been given back, or surveyed again
+            return self.absent  # the modules have been given back, or surveyed again
         successor = Master(self.index, self.name, self.original, self.device, self.keeper)
         successor.slots, successor.deep, self.slots, self.deep = self.slots, self.deep, [], []
         if (successor.size, successor.stride, successor.dtype) == (self.size, self.stride, self.dtype):
@@ -345,10 +350,17 @@ class Master:
         if isinstance(self.home, MemoryHome):
             self.home = MemoryHome(before.data_ptr(), self.span, before)
         self.keeper.succeeded(self, successor)
+        return successor.absent
 
     def shown(self) -> tuple[torch.Tensor, ...]:
         """The tensors that a slot of this parameter may show."""
-        return tuple(tensor for tensor in (self.absent, self.bound) if tensor is not None)
+        absent = None if self.is_swapped else self.absent
+        return tuple(tensor for tensor in (absent, self.bound) if tensor is not None)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether ``torch.utils.swap_tensors`` made the stand-in another tensor; that is the module's own now."""
+        return self.absent is not None and not isinstance(self.absent, Absent)
 
     def retire(self) -> None:
         """No module shows this parameter's stand-in any more: break the cycle between them.

@@ -125,6 +125,11 @@ def same_view(
     return torch.as_strided(typed, size, stride, typed.storage_offset() + byte_offset // dtype.itemsize)
 
 
+def outline(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
+    """Where a tensor's elements lie: its address (0 where it has none), dtype, shape and strides in elements."""
+    return tensor.data_ptr() if tensor.numel() else 0, tensor.dtype, tensor.size(), tensor.stride()
+
+
 def bytes_of(tensor: torch.Tensor, span: int) -> torch.Tensor:
     """The bytes of a parameter, gaps included."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

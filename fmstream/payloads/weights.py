@@ -171,6 +171,8 @@ class Weights:
                 self.changed_shape = True
                 self._exposed.discard(master.index)
                 continue
+            if master.is_swapped:
+                self.changed_shape = True
             if not original.is_inference() and original._version != master.seen_version:
                 master.seen_version = original._version
                 self._written_unseen(master)
@@ -188,11 +190,15 @@ class Weights:
         master.take_memory()
         self.changed(master)
 
-    def _write_back(self, params: Sequence[int], part: Part) -> None:
+    def _write_back(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
         """Bring in-place writes to bound parameters to their masters, and keep these resident from now on."""
-        for param in params:
+        for param, offset in zip(params, offsets, strict=True):
             master = self.masters[param]
             if master.bound is None:
+                continue
+            if not master.is_shown_at(part.address + offset):
+                part.drop((param, offset))
+                master.replace(torch.Tensor.detach(master.bound).clone())
                 continue
             with torch.inference_mode(False), torch.no_grad():
                 present = part.read(master.bound.data_ptr() - part.address, master.span)
@@ -389,7 +395,7 @@ class Weights:
         """Show the stand-ins again; in-place writes are brought to the masters first."""
         masters, shown = self.masters, part.shown
         if part.was_written() or any(_was_written(masters[param]) for param in params):
-            self._write_back(params, part)
+            self._write_back(params, offsets, part)
         if self._watch.checksums:
             self._compare(params, offsets, part)
         for param, offset in zip(params, offsets, strict=True):
