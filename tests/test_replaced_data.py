@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fmstream.device.device import Part
-from tests.kit import agree, mlp, noise, same_state, streamed
+from tests.kit import agree, assert_streams_fully, mlp, noise, same, same_state, streamed
 
 X = noise(4, 32)
 
@@ -160,6 +160,53 @@ def test_parameter_objects_taken_before_opening_replaced_and_written(width: int)
                 param.mul_(0.75)
         agree(module, twin, X, times=3)
     agree(module, twin, X)
+
+
+def test_parameter_replaced_after_opening_streams_too() -> None:
+    module = mlp(8)
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True) as handle:
+        agree(module, twin, X, times=2)
+        for part in (module, twin):
+            for seed, linear in enumerate(part[::2]):
+                linear.weight = nn.Parameter(noise(32, 32, seed=seed) / 6)
+        agree(module, twin, X, times=4)
+        assert_streams_fully(handle)
+    replaced = [linear.weight for linear in module[::2]]
+    assert all(type(weight) is nn.Parameter for weight in replaced)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_values_read_between_a_conversion_and_the_next_pass(dtype: torch.dtype) -> None:
+    module = mlp(8)
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True), torch.no_grad():
+        agree(module, twin, X, times=2)
+        module.to(dtype)
+        twin.to(dtype)
+        same_state(module, twin)
+        same(module[4].weight[0], twin[4].weight[0])
+        same(module[4].weight.sum(), twin[4].weight.sum())
+        same(copy.deepcopy(module).state_dict(), twin.state_dict())
+        module[4].weight.add_(1.0)
+        twin[4].weight.add_(1.0)
+        agree(module, twin, X.to(dtype), times=2)
+    agree(module, twin, X.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_conversion_to_another_dtype_while_streaming(dtype: torch.dtype) -> None:
+    module = mlp(8)
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True):
+        agree(module, twin, X, times=3)
+        assert module.to(dtype) is module
+        twin.to(dtype)
+        assert {p.dtype for p in module.parameters()} == {dtype}
+        agree(module, twin, X.to(dtype), times=3)
+        same_state(module, twin)
+    same_state(module, twin)
+    agree(module, twin, X.to(dtype))
 
 
 def test_a_detached_tensor_keeps_its_shape() -> None:

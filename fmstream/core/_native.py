@@ -27,9 +27,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from fmstream.core.compiling import native
 
 TAIL, SEEN_HEAD, HEAD, SEEN_TAIL, PARKED, MASK, SLOTS = 0, 8, 128, 136, 256, 384, 512
 RECORD_BYTES = 32
@@ -58,18 +60,6 @@ MAX_AHEAD_LINES = 16  # lines of a row that are fetched ahead; the processor see
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _LINE = ir.VectorType(_I64, 8)
 i8 = types.int64
-
-
-def native(signature: Any, nogil: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Compile now and keep the result where numba can.  Giving up the GIL is for calls that take long."""
-
-    def compile_now(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(signature, nogil=nogil, cache=True)(function)
-        except (RuntimeError, OSError):  # no folder can be written to
-            return njit(signature, nogil=nogil)(function)
-
-    return compile_now
 
 
 # What Python has no words for

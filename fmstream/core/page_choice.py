@@ -8,13 +8,14 @@ of date.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+
+from fmstream.core.compiling import native
 
 _BINS: Final = 2048
 _LINE: Final = 64
@@ -23,18 +24,6 @@ _AHEAD: Final = 8
 # Sums may be taken in any order, which is what lets them be vectorised; the GPU takes them in another one as well.
 _FAST: Final = {"reassoc", "contract", "nsz", "arcp"}
 _OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy"}
-
-
-def _kept(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile now and keep the result where numba can."""
-
-    def compile_now(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(signature, cache=True, **_OPTIONS)(function)
-        except (RuntimeError, OSError):  # no folder can be written to
-            return njit(signature, **_OPTIONS)(function)
-
-    return compile_now
 
 
 # Bounds
@@ -302,12 +291,13 @@ _floats, _many_floats = types.float32[:, ::1], types.float32[:, :, ::1]
 _vector, _listed = types.float32[::1], types.int32[:, ::1]
 
 
-@_kept(
+@native(
     types.void(
         *(_many_floats, _many_floats, _many_floats, types.boolean[:, ::1], _vector, _vector, types.float32),
         *(types.int64, types.int64, types.int64, types.int64, types.int64, types.float32),
         *(_listed, _listed, _listed, _vector),
-    )
+    ),
+    **_OPTIONS,
 )
 def decide(
     query, centre, radius, resident, mean_cos, mean_sin, scale,

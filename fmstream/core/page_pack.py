@@ -24,11 +24,12 @@ this file alone to see whether it is out of date.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 from numba import int64, njit, types
+
+from fmstream.core.compiling import native
 
 BLOCK: Final = 512
 HALF: Final = BLOCK // 2
@@ -43,18 +44,6 @@ _OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy"}
 def packed_bytes(elements: int) -> int:
     """Bytes of a packed page of so many elements, a multiple of 4."""
     return int(_list_at(elements)) + 4 * (1 + elements // LISTED_SHARE)
-
-
-def _kept(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile now and keep the result where numba can."""
-
-    def compile_now(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(signature, cache=True, **_OPTIONS)(function)
-        except (RuntimeError, OSError):  # no folder can be written to
-            return njit(signature, **_OPTIONS)(function)
-
-    return compile_now
 
 
 def _list_at(elements):
@@ -105,7 +94,7 @@ def _correct(block, codes, base, first, entries, found, room):
     return found
 
 
-@_kept(types.void(types.uint16[:, ::1], types.uint8[:, ::1], types.boolean[::1]))
+@native(types.void(types.uint16[:, ::1], types.uint8[:, ::1], types.boolean[::1]), **_OPTIONS)
 def pack(pages, packed, fits):
     """Pack pages.
 
@@ -135,7 +124,7 @@ def pack(pages, packed, fits):
         entries[0] = max(found, 0)
 
 
-@_kept(types.void(types.uint8[:, ::1], types.uint16[:, ::1]))
+@native(types.void(types.uint8[:, ::1], types.uint16[:, ::1]), **_OPTIONS)
 def unpack(packed, pages):
     """Write the bits of packed pages, uint8 [n, packed_bytes], to uint16 [n, elements]."""
     elements = pages.shape[1]

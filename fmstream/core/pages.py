@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fmstream.core.compiling import native
 
 ABSENT, LOADING, RESIDENT, SPILLING = range(4)
 STATE_NAMES = ("absent", "loading", "resident", "spilling")
@@ -143,21 +145,14 @@ def compiled() -> Operations:
     """The operations as native code, cached on disk where the cache can be written."""
     import numba
 
-    def compile_one(function: Callable[..., int], signature: Any) -> Callable[..., int]:
-        try:
-            native = numba.njit(signature, cache=True, nogil=True)(function)
-        except (RuntimeError, OSError):  # no writable place for the cache: compile for this process only
-            native = numba.njit(signature, nogil=True)(function)
-        return native  # type: ignore[no-any-return]
-
     u8, i32, i64, flag = numba.uint8[::1], numba.int32[::1], numba.int64[::1], numba.boolean[::1]
     n = numba.int64
     return Operations(
-        load=compile_one(_load, n(u8, i32, i32, n, n, n)),
-        turn=compile_one(_turn, n(u8, i32, i64, n, n, n, n)),
-        free=compile_one(_free, n(u8, i32, i32, i32, flag, n, n, n)),
-        pin=compile_one(_pin, n(u8, i32, n, n, n)),
-        find_free=compile_one(_find_free, n(i32, n, n, n)),
+        load=native(n(u8, i32, i32, n, n, n), nogil=True)(_load),
+        turn=native(n(u8, i32, i64, n, n, n, n), nogil=True)(_turn),
+        free=native(n(u8, i32, i32, i32, flag, n, n, n), nogil=True)(_free),
+        pin=native(n(u8, i32, n, n, n), nogil=True)(_pin),
+        find_free=native(n(i32, n, n, n), nogil=True)(_find_free),
     )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fmstream.core.compiling import native
 from fmstream.core.plan import Costs, Unit
 from fmstream.core.trace import Trace
 from fmstream.core.units import closing_call
@@ -189,8 +190,4 @@ def compiled() -> Callable[..., float]:
     f64, i64, number = numba.float64[::1], numba.int64[::1], numba.float64
     n, flag = numba.int64, numba.boolean
     signature = number(f64, f64, i64, f64, n, number, number, number, n, flag, n, flag)
-    try:
-        native = numba.njit(signature, cache=True, nogil=True)(play_plainly)
-    except (RuntimeError, OSError):  # no writable place for the cache: compile for this process only
-        native = numba.njit(signature, nogil=True)(play_plainly)
-    return native
+    return native(signature, nogil=True)(play_plainly)  # type: ignore[no-any-return]
