@@ -231,3 +231,12 @@ def as_plain(tensor: Tensor) -> list[Tensor]:
     """Plain copies of the tensors that hold a weight."""
     with torch.no_grad():
         return [torch.empty(0, dtype=t.dtype).new_tensor(t.tolist()) for t in (tensors_in(tensor) or [tensor])]
+
+
+def assert_alike(ours: Tensor, theirs: Tensor) -> None:
+    """Two parameters say the same of themselves."""
+    assert isinstance(ours, nn.Parameter)
+    assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+    assert ours.requires_grad == theirs.requires_grad
+    for name in ("quant_type", "quant_shape", "kind", "block_size"):
+        assert getattr(ours, name, None) == getattr(theirs, name, None)

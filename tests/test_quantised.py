@@ -24,6 +24,7 @@ from tests.kit_quantised import (
     Hidden,
     Scaled,
     as_plain,
+    assert_alike,
     gguf,
     scaled,
     tensors_in,
@@ -70,11 +71,7 @@ def test_stand_in_answers_as_the_parameter_does(build: Callable[[], nn.Module]) 
         agree(module, twin, X, times=2)
         for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
             assert isinstance(ours, type(theirs))
-            assert isinstance(ours, nn.Parameter)
-            assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
-            assert ours.requires_grad == theirs.requires_grad
-            for name in ("quant_type", "quant_shape", "kind", "block_size"):
-                assert getattr(ours, name, None) == getattr(theirs, name, None)
+            assert_alike(ours, theirs)
         assert num_faults(handle) == 0
 
 

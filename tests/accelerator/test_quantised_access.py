@@ -18,7 +18,7 @@ from tests.accelerator.cases import call
 from tests.accelerator.kit import equal, here, on_host
 from tests.accelerator.kit_quantised import WRAPPERS, Build, agree, assert_on_host, on_device, part_way, streamed
 from tests.kit import assert_streams_fully, num_faults, same
-from tests.kit_quantised import BUILDS, as_plain, nested, scaled, tensors_in, tenths
+from tests.kit_quantised import BUILDS, as_plain, assert_alike, nested, scaled, tensors_in, tenths
 
 # What is shown
 
@@ -30,11 +30,7 @@ def test_what_is_shown_answers_as_the_parameter_on_the_device_does(build: Build,
         agree(module, twin, 2)
         for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
             assert type(ours) is type(theirs) if is_wrapper(theirs) else isinstance(ours, type(theirs))
-            assert isinstance(ours, nn.Parameter)
-            assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
-            assert ours.requires_grad == theirs.requires_grad
-            for name in ("quant_type", "quant_shape", "kind", "block_size"):
-                assert getattr(ours, name, None) == getattr(theirs, name, None)
+            assert_alike(ours, theirs)
         assert num_faults(handle) == 0
 
 

@@ -24,6 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from bench.scenarios import SLOW
 from fmstream import PagedCache, emulator
 from fmstream.emulator.backlog import Execution
 from fmstream.payloads.kv.cache import KvStatistics
@@ -148,3 +149,12 @@ def compare(model: Any, ids: Tensor, pages: int, times: int = 1, cache_options: 
     for left, right in zip(expected, found, strict=True):
         assert torch.equal(left, right)
     return Outcome(expected[-1], found[-1], did[0], did[-1])
+
+
+def reports(scenario: Callable[[], None], execution: Execution = "eager") -> list[emulator.Report]:
+    """What the checker says of a scenario on a card that the host runs far ahead of."""
+    machine = emulator.reset(SLOW, execution=execution, check="record", capacity=64 << 20, poison=True)
+    with torch.no_grad():
+        scenario()
+    machine.synchronize()
+    return list(machine.reports)

@@ -20,7 +20,7 @@ from fmstream.payloads.kv.frames import Frames
 from fmstream.payloads.kv.hits import measuring
 from fmstream.payloads.kv.hostpages import HostPages
 from fmstream.payloads.kv.pool import Pool
-from tests.kv.kit import llama, model_on, prompt
+from tests.kv.kit import llama, model_on, prompt, reports
 
 COMPUTE, IN, OUT, UNPACK = Lane
 FRAMES, HOMES = "frames", "homes"
@@ -144,15 +144,6 @@ def two_pages() -> tuple[Any, Any, Pool]:
 def taking_the_last(pool: Pool) -> Any:
     """Frames from the other end, so that a page does not come back to where it was."""
     return lambda count, staying: (pool.frames.num_frames - count, count)
-
-
-def reports(scenario: Callable[[], None] = decode, execution: Any = "eager") -> list[emulator.Report]:
-    """What the checker says of a scenario on a card that the host runs far ahead of."""
-    machine = emulator.reset(SLOW, execution=execution, check="record", capacity=64 << 20, poison=True)
-    with torch.no_grad():
-        scenario()
-    machine.synchronize()
-    return list(machine.reports)
 
 
 @pytest.mark.parametrize("execution", ["eager", "late", 1, 2, 3])

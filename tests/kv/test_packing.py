@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
 
-from bench.scenarios import SLOW, replaced
+from bench.scenarios import replaced
 from fmstream import PagedCache, emulator
 from fmstream.core.order import Lane, Places
 from fmstream.emulator.backlog import Execution
@@ -23,7 +23,7 @@ from fmstream.payloads.kv import packing, tiers
 from fmstream.payloads.kv.hostpages import HostPages
 from fmstream.payloads.kv.packing import Packer
 from fmstream.payloads.kv.tiers import FILE, PACKED
-from tests.kv.kit import ORDERS, compare, fresh, llama, model_on, prompt
+from tests.kv.kit import ORDERS, compare, fresh, llama, model_on, prompt, reports
 from tests.kv.kit_twins import Operation
 from tests.kv.test_operations import SharingTwins, operations, play
 
@@ -302,14 +302,6 @@ def home_for_another() -> None:
         pool.tiers.packed.places.join(home - PACKED, 1)
         pool.tiers.packed.rows(home - PACKED, 1).zero_()
     emulator.machine().synchronize()
-
-
-def reports(scenario: Callable[[], None], execution: Any = "eager") -> list[emulator.Report]:
-    machine = emulator.reset(SLOW, execution=execution, check="record", capacity=64 << 20, poison=True)
-    with torch.no_grad():
-        scenario()
-    machine.synchronize()
-    return list(machine.reports)
 
 
 @pytest.mark.parametrize("execution", ["eager", "late", 1, 2, 3])
