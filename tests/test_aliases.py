@@ -169,3 +169,42 @@ def test_a_lazy_parameter_stays_in_place() -> None:
     module = nn.Sequential(*mlp(), nn.LazyLinear(8))
     assert fmstream.smallest_memory(module) > 0
     gc.collect()
+
+
+class Pair(nn.Module):
+    """Two weights, of which the second is written in each call."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(noise(32, 32, seed=seed) / 6, requires_grad=False)
+        self.second = nn.Parameter(noise(32, 32, seed=-seed) / 6, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.mul_(0.875)
+        return torch.tanh(x @ self.first + x @ self.second)
+
+
+class Arrays(nn.Module):
+    """Writes an array over a parameter of a pair that is still to come, in one call."""
+
+    def __init__(self, target: int, at: int) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair(seed) for seed in range(1, 9))
+        self.target, self.at, self.calls = target, at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for number, pair in enumerate(self.pairs):
+            if number == self.at and self.calls == 4:
+                self.pairs[self.target].first.numpy()[:] += 0.25
+            x = pair(x)
+        return x
+
+
+@pytest.mark.parametrize(("target", "at"), [(2, 1), (4, 3), (4, 4), (6, 5), (7, 1)])
+def test_an_array_over_a_parameter_of_which_a_copy_is_on_its_way(target: int, at: int) -> None:
+    module = Arrays(target, at).eval()
+    twin = copy.deepcopy(module)
+    with streamed(module, 0.5, edited=True):
+        agree(module, twin, X, times=6)
+    agree(module, twin, X)

@@ -33,7 +33,6 @@ class Absent(torch.Tensor):
     ``nn.Parameter`` to ``isinstance`` where ``is_param`` is set, and a detached tensor otherwise.
     """
 
-    master: Master
     stands_for_parameter: bool
     """Whether it stands for the user's parameter object, whatever that holds, or for a tensor that it once held."""
 
@@ -66,6 +65,21 @@ class Absent(torch.Tensor):
     def __init__(self, master: Master, is_param: bool) -> None:
         torch.Tensor.__init__(self)
 
+    @property
+    def master(self) -> Master:
+        """The master of what it stands for, should the user's own parameter object hold other data by now."""
+        known: Master = self.__dict__["master"]
+        present = known.present()
+        if not self.stands_for_parameter:
+            return known
+        if present is not known:
+            self.__dict__["master"] = present
+        return present
+
+    @master.setter
+    def master(self, master: Master) -> None:
+        self.__dict__["master"] = master
+
     # Also where it is of another class as well, which has its own.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return _deepcopy(self, memo)
@@ -85,7 +99,8 @@ class Absent(torch.Tensor):
             with _DisableTorchFunction():
                 return func(*args, **kwargs)
         if func in _RAW:
-            return func(*tree_map_only(Absent, lambda a: a.master.expose(func in _ARRAYS), args), **kwargs)
+            how = {"as_array": func in _ARRAYS, "as_storage": func in _STORAGES}
+            return func(*tree_map_only(Absent, lambda a: a.master.expose(**how), args), **kwargs)
         if func in _AUTOGRAD:
             args, kwargs = tree_map_only(Absent, lambda a: a.master.original, (args, kwargs))
             return func(*args, **kwargs)
@@ -137,11 +152,7 @@ def restore(holder: dict[str, Any], keeper: Keeper) -> None:
         master = getattr(value, "master", None) if isinstance(value, Absent | Bound | InGraph) else None
         if master is None or master.keeper is not keeper:
             continue
-        if (
-            value is master.bound
-            or value is master.in_graph
-            or (isinstance(value, Absent) and value.stands_for_parameter)
-        ):
+        if not isinstance(value, Absent) or value.stands_for_parameter:
             holder[key] = master.original
         else:
             plain = master.memory()
@@ -178,7 +189,7 @@ def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, dresse
         first = absents[aliased[0]].master
         return follow(first, values[aliased[0]].data_ptr(), result) if first.keeper.is_in_pass else result
     with transforms.outside():
-        exposed = {key: absent.master.expose(False) for key, absent in absents.items()}
+        exposed = {key: absent.master.expose() for key, absent in absents.items()}
     return _call_with(func, args, kwargs, absents, exposed, dressed)[0]
 
 
@@ -302,16 +313,9 @@ _AS_IS = {
     torch.numel,
     torch.result_type,
 }
-_RAW = {
-    torch.Tensor.data_ptr,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.storage,
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.tolist,
-}
 _ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+_STORAGES = {torch.Tensor.untyped_storage, torch.Tensor.storage}
+_RAW = {torch.Tensor.data_ptr, torch.Tensor.tolist, *_ARRAYS, *_STORAGES}
 _AUTOGRAD = {torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _tensor_property("data", "__get__"): lambda absent: absent.master.loose,

@@ -17,6 +17,7 @@ from tests.accelerator.cases import WIDTH, Counting, Tied, call
 from tests.accelerator.kit import equal, fresh, here, on_host, streaming, twin_on
 from tests.clients.pipelines import stable_diffusion
 from tests.kit import mlp, noise
+from tests.kit_runtime import map_weights
 
 EMU = "emu:0"
 
@@ -202,3 +203,23 @@ def test_data_replaced_in_the_midst_of_a_pass(width: int, in_call: int) -> None:
         for call_number in range(4):
             equal(on_host(call(module, call_number)), on_host(call(twin, call_number)))
     assert module[8].weight.shape == (width, WIDTH)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_parameter_objects_taken_before_opening_and_changed(kept: bool, in_file: bool, tmp_path: Path) -> None:
+    module = mlp(6, WIDTH)
+    if in_file:
+        map_weights(module, tmp_path / "weights.safetensors")
+    twin = twin_on(module)
+    taken = [[part[4].weight, part[8].weight, part[8].bias, part[10].weight] for part in (module, twin)]
+    with torch.no_grad(), streaming(module, edited=True, keeps=True):
+        for number in range(6):
+            equal(on_host(call(module, number)), on_host(call(twin, number)))
+            for turned, weight, bias, following in taken if number == 2 else ():
+                turned.data = turned.data.t()
+                weight.data, bias.data = weight.data[: WIDTH // 2], bias.data[: WIDTH // 2]
+                following.data = following.data[:, : WIDTH // 2]
+            if not kept and number == 2:
+                taken.clear()
+    equal(on_host(list(module.state_dict().values())), on_host(list(twin.state_dict().values())))
