@@ -78,7 +78,7 @@ class Master(Truth):
     def follow_requires_grad(self) -> None:
         """Let the stand-in require a gradient as the user's parameter does."""
         wanted = self.original.requires_grad
-        if wanted == self.requires_grad:
+        if wanted == self.requires_grad or self.absent is None:
             return
         self.requires_grad = wanted
         with torch._C.DisableTorchFunctionSubclass():
@@ -272,8 +272,8 @@ class Master(Truth):
                 successor.absent = self.absent
             self.absent.master = successor
             successor.show(shown, successor.absent)
-        # Detached stand-ins that were handed out stand for the tensor that was there then.
-        self.absent = Absent(self, is_param=False)
+        # Detached stand-ins that were handed out stand for the tensor that was there then, and keep this.
+        self.absent = None  # type: ignore[assignment]
         self._unshow()
         self.original = nn.Parameter(former, requires_grad=False) if self.is_param else former
         self.take_memory()  # which outlives a file's handle
