@@ -338,12 +338,12 @@ class Master(Truth):
 
     # Showing
 
-    def bind(self, bound: torch.Tensor) -> None:
-        """Show a view of fast memory in every slot that still shows the stand-in."""
-        if self.is_swapped:
-            return
-        self.bound, self.bound_version, self.bound_address = bound, bound._version, bound.data_ptr()
+    def bind(self, bound: torch.Tensor, address: int) -> None:
+        """Show a view of fast memory, at ``address``, in every slot that still shows the stand-in."""
         absent = self.absent
+        if not isinstance(absent, Absent):
+            return  # it was swapped
+        self.bound, self.bound_version, self.bound_address = bound, bound._version, address
         for holder, key in self.slots:
             if holder.get(key) is absent:
                 holder[key] = bound
@@ -352,10 +352,10 @@ class Master(Truth):
 
     def unbind(self) -> bool:
         """Show the stand-in again; False if a slot shows something else by now."""
-        if self.is_bound_swapped:
-            self.bound = None
-            return False
         bound, self.bound = self.bound, None
+        assert bound is not None
+        if bound.__dict__.get("master") is not self:
+            return False  # it was swapped
         absent, ours, present = self.absent, True, None
         for holder, key in self.slots:
             present = holder.get(key)

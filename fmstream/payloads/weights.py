@@ -170,8 +170,8 @@ class Weights:
             original = master.original
             if master.is_swapped:
                 self.changed_shape = True
-            watched = held or master.index in self._exposed
-            if original.data_ptr() != master.address or (watched and master.is_outdated):
+            moved = original.data_ptr() != master.address
+            if moved or ((held or master.index in self._exposed) and master.is_outdated):
                 # Other data, perhaps of another size: there is a new survey before it is used.
                 master.present()
                 self._exposed.discard(master.index)
@@ -392,7 +392,7 @@ class Weights:
                 bound = make_bound(master, view)
                 part.drop((param, offset))
                 part.keep((param, offset), bound)
-        master.bind(bound)
+        master.bind(bound, part.address + offset)
         if self.comparing and self.device.type == "cpu":
             began = time.perf_counter()
             self._watch.take(param, part, offset, master.span)
