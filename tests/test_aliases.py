@@ -208,3 +208,35 @@ def test_an_array_over_a_parameter_of_which_a_copy_is_on_its_way(target: int, at
     with streamed(module, 0.5, edited=True):
         agree(module, twin, X, times=6)
     agree(module, twin, X)
+
+
+class KeepsNothing(nn.Linear):
+    """Keeps a view of no elements of each of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.weight[:0]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("at", [0, 6, 14])
+def test_an_empty_view_that_is_kept_concerns_its_own_weight(at: int) -> None:
+    module = mlp(8)
+    module[at].__class__ = KeepsNothing
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True) as handle:
+        agree(module, twin, X, times=6)
+        in_place = handle._session.weights.in_place
+        assert in_place <= {id(module[at].weight)}
+
+
+def test_what_was_left_in_place_is_forgotten_when_it_leaves_its_module() -> None:
+    module = nn.Sequential(Stash(), *mlp(8))
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True) as handle:
+        agree(module, twin, X, times=3)
+        weights = handle._session.weights
+        assert weights.in_place == {id(module[0].weight)}
+        for part in (module, twin):
+            part[0] = mlp(1)
+        agree(module, twin, X, times=2)
+        assert not weights.in_place
