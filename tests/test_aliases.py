@@ -169,3 +169,74 @@ def test_a_lazy_parameter_stays_in_place() -> None:
     module = nn.Sequential(*mlp(), nn.LazyLinear(8))
     assert fmstream.smallest_memory(module) > 0
     gc.collect()
+
+
+class Pair(nn.Module):
+    """Two weights, of which the second is written in each call."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(noise(32, 32, seed=seed) / 6, requires_grad=False)
+        self.second = nn.Parameter(noise(32, 32, seed=-seed) / 6, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.mul_(0.875)
+        return torch.tanh(x @ self.first + x @ self.second)
+
+
+class Arrays(nn.Module):
+    """Writes an array over a parameter of a pair that is still to come, in one call."""
+
+    def __init__(self, target: int, at: int) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair(seed) for seed in range(1, 9))
+        self.target, self.at, self.calls = target, at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for number, pair in enumerate(self.pairs):
+            if number == self.at and self.calls == 4:
+                self.pairs[self.target].first.numpy()[:] += 0.25
+            x = pair(x)
+        return x
+
+
+@pytest.mark.parametrize(("target", "at"), [(2, 1), (4, 3), (4, 4), (6, 5), (7, 1)])
+def test_an_array_over_a_parameter_of_which_a_copy_is_on_its_way(target: int, at: int) -> None:
+    module = Arrays(target, at).eval()
+    twin = copy.deepcopy(module)
+    with streamed(module, 0.5, edited=True):
+        agree(module, twin, X, times=6)
+    agree(module, twin, X)
+
+
+class KeepsNothing(nn.Linear):
+    """Keeps a view of no elements of each of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.weight[:0]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("at", [0, 6, 14])
+def test_an_empty_view_that_is_kept_concerns_its_own_weight(at: int) -> None:
+    module = mlp(8)
+    module[at].__class__ = KeepsNothing
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True) as handle:
+        agree(module, twin, X, times=6)
+        in_place = handle._session.weights.in_place
+        assert in_place <= {id(module[at].weight)}
+
+
+def test_what_was_left_in_place_is_forgotten_when_it_leaves_its_module() -> None:
+    module = nn.Sequential(Stash(), *mlp(8))
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True) as handle:
+        agree(module, twin, X, times=3)
+        weights = handle._session.weights
+        assert weights.in_place == {id(module[0].weight)}
+        for part in (module, twin):
+            part[0] = mlp(1)
+        agree(module, twin, X, times=2)
+        assert not weights.in_place

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +162,135 @@ def test_parameter_objects_taken_before_opening_replaced_and_written(width: int)
                 param.mul_(0.75)
         agree(module, twin, X, times=3)
     agree(module, twin, X)
+
+
+def _transposed_data(weight: nn.Parameter, bias: nn.Parameter, following: nn.Parameter) -> None:
+    weight.data = weight.data.t()
+
+
+def _cut_data(weight: nn.Parameter, bias: nn.Parameter, following: nn.Parameter) -> None:
+    weight.data, bias.data, following.data = weight.data[:16], bias.data[:16], following.data[:, :16]
+
+
+def _other_data(weight: nn.Parameter, bias: nn.Parameter, following: nn.Parameter) -> None:
+    weight.data, bias.data, following.data = noise(48, 32, seed=6), noise(48, seed=7), noise(32, 48, seed=9)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("change", [_transposed_data, _cut_data, _other_data])
+def test_parameter_objects_taken_before_opening_and_changed(change: Callable[..., None], kept: bool) -> None:
+    module = mlp()
+    twin = copy.deepcopy(module)
+    taken = [[part[2].weight, part[2].bias, part[4].weight] for part in (module, twin)]
+    with streamed(module, edited=True):
+        agree(module, twin, X, times=3)
+        for params in taken:
+            change(*params)
+            if not kept:
+                params.clear()
+        agree(module, twin, X, times=3)
+        same_state(module, twin)
+    agree(module, twin, X)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_what_stands_for_a_parameter_is_written_where_its_data_are_now(in_file: bool, tmp_path: Path) -> None:
+    module = mlp(8, 64)
+    twin = copy.deepcopy(module)
+    taken = module[4].weight, module[4].bias, module[6].weight
+    options = {"spill_dir": tmp_path} if in_file else {}
+    with streamed(module, edited=True, **options), torch.no_grad():
+        agree(module, twin, noise(4, 64), times=3)
+        shown, detached, before = module[4].weight, module[4].weight.detach(), twin[4].weight.clone()
+        for part, params in ((module, taken), (twin, (twin[4].weight, twin[4].bias, twin[6].weight))):
+            params[0].data, params[1].data, params[2].data = noise(2, 64), noise(2, seed=1), noise(64, 2, seed=2)
+            part[4].weight.mul_(0.5)
+            part[4].bias.add_(0.25)
+        same_state(module, twin)
+        agree(module, twin, noise(4, 64), times=3)
+        same(detached + 0, before)
+        same(shown + 0, twin[4].weight)
+    same(detached + 0, before)
+    for part in (module, twin):
+        part[4].weight.data = noise(3, 64, seed=5)
+    same(shown + 0, twin[4].weight)
+
+
+class Own(nn.Linear):
+    """Does something with its own parameters before it computes, once."""
+
+    act: Callable[[Own], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        act, self.act = self.act, None
+        if act is not None:
+            act(self)
+        return super().forward(x)
+
+
+def _own_cut(linear: Own) -> None:
+    linear.weight.set_(noise(8, 32, seed=1))
+    linear.bias.set_(noise(8, seed=2))
+    linear.weight.data.mul_(0.5)
+
+
+def _own_wider(linear: Own) -> None:
+    linear.weight.set_(noise(64, 32, seed=1))
+    linear.bias.set_(noise(64, seed=2))
+    linear.weight.data.mul_(0.5)
+
+
+def _own_transposed(linear: Own) -> None:
+    linear.weight.t_()
+    linear.weight.detach().mul_(0.5)
+
+
+def _own_tensors_swapped(linear: Own) -> None:
+    torch.utils.swap_tensors(linear.weight, nn.Parameter(noise(32, 32, seed=4)))
+
+
+@pytest.mark.parametrize("change", [_own_cut, _own_wider, _own_transposed, _own_tensors_swapped])
+@pytest.mark.parametrize("share", [0.35, 0.9])
+def test_a_layer_that_changes_its_own_parameters(change: Callable[[Own], None], share: float) -> None:
+    module = mlp(8)
+    module[14].__class__ = Own
+    twin = copy.deepcopy(module)
+    with streamed(module, share, edited=True):
+        agree(module, twin, X, times=3)
+        module[14].act = twin[14].act = change
+        agree(module, twin, X, times=3)
+        same_state(module, twin)
+    same_state(module, twin)
+
+
+@pytest.mark.parametrize("at", [2, 5, 8])
+def test_tensors_swapped_in_the_midst_of_a_pass(at: int) -> None:
+    module = Reaching(_tensors_swapped, at, 3).eval()
+    twin = copy.deepcopy(module)
+    with streamed(module, edited=True):
+        agree(module, twin, X, times=5)
+        same_state(module, twin)
+    same_state(module, twin)
+
+
+def test_copies_of_a_parameter_that_was_written_in_this_pass() -> None:
+    module = mlp(8)
+    module[6].__class__ = Own
+    twin = copy.deepcopy(module)
+    copies: list[Any] = []
+
+    def change(linear: Own) -> None:
+        linear.weight.mul_(0.5)
+        linear.bias.add_(1.0)
+        copies.append((copy.deepcopy(linear.weight), pickle.loads(pickle.dumps(linear.bias)), linear.bias.tolist()))
+
+    with streamed(module, edited=True):
+        agree(module, twin, X, times=3)
+        module[6].act = twin[6].act = change
+        agree(module, twin, X, times=2)
+    ours, theirs = copies
+    same(ours[:2], theirs[:2])
+    assert ours[2] == theirs[2]
 
 
 def test_parameter_replaced_after_opening_streams_too() -> None:

@@ -241,6 +241,37 @@ def test_functional_call_that_gives_a_tied_weight_once_or_under_both_names() -> 
         agree(module, twin, TOKENS, times=2)
 
 
+class Tying(nn.Linear):
+    """Gives another layer its own weight, once."""
+
+    other: list[nn.Linear] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        other, self.other = self.other, None
+        for layer in other or ():
+            layer.weight = self.weight
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("other", [2, 8, 14])
+@pytest.mark.parametrize("share", [0.35, 0.9])
+def test_weight_that_is_tied_in_a_pass_while_it_is_shown(other: int, share: float) -> None:
+    module, x = mlp(8), noise(4, 32)
+    module[6].__class__ = Tying
+    twin = copy.deepcopy(module)
+    with streamed(module, share, edited=True), torch.no_grad():
+        agree(module, twin, x, times=3)
+        for part in (module, twin):
+            part[6].other = [part[other]]
+        agree(module, twin, x, times=3)
+        for part in (module, twin):
+            part[other].weight.mul_(0.5)
+        agree(module, twin, x, times=3)
+        same_state(module, twin)
+    assert module[other].weight is module[6].weight
+    assert twin[other].weight is twin[6].weight
+
+
 def test_embedding_of_one_model_is_the_head_of_another() -> None:
     first, second = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)), nn.Sequential(mlp(4, 3), nn.Linear(3, 5))
     second[1].weight = first[0].weight

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,6 @@ class Absent(torch.Tensor):
     ``nn.Parameter`` to ``isinstance`` where ``is_param`` is set, and a detached tensor otherwise.
     """
 
-    master: Master
     stands_for_parameter: bool
     """Whether it stands for the user's parameter object, whatever that holds, or for a tensor that it once held."""
 
@@ -66,6 +66,21 @@ class Absent(torch.Tensor):
     def __init__(self, master: Master, is_param: bool) -> None:
         torch.Tensor.__init__(self)
 
+    @property
+    def master(self) -> Master:
+        """The master of what it stands for, should the user's own parameter object hold other data by now."""
+        known: Master = self.__dict__["master"]
+        present = known.present()
+        if not self.stands_for_parameter:
+            return known
+        if present is not known:
+            self.__dict__["master"] = present
+        return present
+
+    @master.setter
+    def master(self, master: Master) -> None:
+        self.__dict__["master"] = master
+
     # Also where it is of another class as well, which has its own.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return _deepcopy(self, memo)
@@ -85,10 +100,13 @@ class Absent(torch.Tensor):
             with _DisableTorchFunction():
                 return func(*args, **kwargs)
         if func in _RAW:
-            return func(*tree_map_only(Absent, lambda a: a.master.expose(func in _ARRAYS), args), **kwargs)
+            how = {"as_array": func in _ARRAYS, "as_storage": func in _STORAGES}
+            return func(*tree_map_only(Absent, lambda a: a.master.expose(**how), args), **kwargs)
         if func in _AUTOGRAD:
-            args, kwargs = tree_map_only(Absent, lambda a: a.master.original, (args, kwargs))
-            return func(*args, **kwargs)
+            args, kwargs = tree_map_only(Absent, _leaf, (args, kwargs))
+            is_own = any(isinstance(leaf, Absent) for leaf in tree_leaves((args, kwargs)))
+            with _DisableTorchFunction() if is_own else nullcontext():
+                return func(*args, **kwargs)
         return _read(func, args, kwargs, dressed=True)
 
     @classmethod
@@ -137,11 +155,7 @@ def restore(holder: dict[str, Any], keeper: Keeper) -> None:
         master = getattr(value, "master", None) if isinstance(value, Absent | Bound | InGraph) else None
         if master is None or master.keeper is not keeper:
             continue
-        if (
-            value is master.bound
-            or value is master.in_graph
-            or (isinstance(value, Absent) and value.stands_for_parameter)
-        ):
+        if not isinstance(value, Absent) or value.stands_for_parameter:
             holder[key] = master.original
         else:
             plain = master.memory()
@@ -178,7 +192,7 @@ def _read(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, dresse
         first = absents[aliased[0]].master
         return follow(first, values[aliased[0]].data_ptr(), result) if first.keeper.is_in_pass else result
     with transforms.outside():
-        exposed = {key: absent.master.expose(False) for key, absent in absents.items()}
+        exposed = {key: absent.master.expose() for key, absent in absents.items()}
     return _call_with(func, args, kwargs, absents, exposed, dressed)[0]
 
 
@@ -196,7 +210,9 @@ def _call_with(
         with transforms.outside():
             for key, absent in absents.items():
                 in_graph = absent.requires_grad and torch.is_grad_enabled()
-                if dressed and type(absent) is not Absent:
+                if in_graph and not absent.stands_for_parameter:
+                    shown[key] = Bind.apply(absent, partial(_same, values[key]))  # type: ignore[no-untyped-call]
+                elif dressed and type(absent) is not Absent:
                     shown[key] = value = dress(values[key], absent.master.original)
                     if in_graph:
                         shown[key] = Bind.apply(absent.master.original, partial(_same, value))  # type: ignore[no-untyped-call]
@@ -243,8 +259,26 @@ def _set_data(absent: Absent, value: torch.Tensor) -> None:
     absent.master.replace(value)
 
 
+def _leaf(absent: Absent) -> torch.Tensor:
+    """What has the gradient: the user's parameter, or a detached tensor itself."""
+    return absent.master.original if absent.stands_for_parameter else absent
+
+
+def _on_leaf(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method or property that is the leaf's own affair."""
+
+    def call(absent: Absent, *args: Any, **kwargs: Any) -> Any:
+        leaf = _leaf(absent)
+        with _DisableTorchFunction():
+            return method(leaf, *args, **kwargs)
+
+    return call
+
+
 def _set_requires_grad(absent: Absent, value: bool) -> None:
-    absent.master.original.requires_grad_(value)
+    leaf = _leaf(absent)
+    with _DisableTorchFunction():
+        leaf.requires_grad_(value)
     absent.master.follow_requires_grad()
 
 
@@ -302,31 +336,21 @@ _AS_IS = {
     torch.numel,
     torch.result_type,
 }
-_RAW = {
-    torch.Tensor.data_ptr,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.storage,
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.tolist,
-}
 _ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+_STORAGES = {torch.Tensor.untyped_storage, torch.Tensor.storage}
+_RAW = {torch.Tensor.data_ptr, torch.Tensor.tolist, *_ARRAYS, *_STORAGES}
 _AUTOGRAD = {torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward}
+_ACCESS = ("__get__", "__set__", "__delete__")
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _tensor_property("data", "__get__"): lambda absent: absent.master.loose,
     _tensor_property("data", "__set__"): _set_data,
-    _tensor_property("grad", "__get__"): lambda absent: absent.master.original.grad,
-    _tensor_property("grad", "__set__"): lambda absent, grad: setattr(absent.master.original, "grad", grad),
-    _tensor_property("grad", "__delete__"): lambda absent: setattr(absent.master.original, "grad", None),
+    **{_tensor_property("grad", kind): _on_leaf(_tensor_property("grad", kind)) for kind in _ACCESS},
     _tensor_property("requires_grad", "__set__"): _set_requires_grad,
-    _tensor_property("_backward_hooks", "__get__"): lambda absent: absent.master.original._backward_hooks,
+    _tensor_property("_backward_hooks", "__get__"): _on_leaf(_tensor_property("_backward_hooks", "__get__")),
     _tensor_property("_version", "__get__"): lambda absent: absent.master.version(),
     torch.Tensor.requires_grad_: _requires_grad_,
-    torch.Tensor.register_hook: lambda absent, hook: absent.master.original.register_hook(hook),
-    torch.Tensor.register_post_accumulate_grad_hook: lambda absent, hook: (
-        absent.master.original.register_post_accumulate_grad_hook(hook)
-    ),
+    torch.Tensor.register_hook: _on_leaf(torch.Tensor.register_hook),
+    torch.Tensor.register_post_accumulate_grad_hook: _on_leaf(torch.Tensor.register_post_accumulate_grad_hook),
     torch.Tensor.detach: lambda absent: absent.master.loose,
     torch.Tensor.share_memory_: _share_memory,
     torch.nn.functional.embedding: _embedding,

@@ -29,15 +29,15 @@ class _OfMaster(Followed):
     @property
     def data(self) -> torch.Tensor:
         """The master's data, as a tensor that faults: writes reach the master and this copy."""
-        return self.master.loose
+        return self.master.present().loose
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.master.replace(value)
+        self.master.present().replace(value)
 
     def detach(self) -> torch.Tensor:
         """The master's data, detached: a state dict taken during a pass stays true after it."""
-        return self.master.loose
+        return self.master.present().loose
 
     def numpy(self, **kwargs: Any) -> Any:
         """The user's parameter as an array; it is left in place from now on, for writes to an array leave no trace."""
@@ -54,10 +54,11 @@ class _OfMaster(Followed):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.master.deepcopy(memo, is_param=self.master.is_param)
+        return self.master.present().deepcopy(memo, is_param=self.master.is_param)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.master.plain(is_param=self.master.is_param).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        plain = self.master.present().plain(is_param=self.master.is_param)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class Bound(_OfMaster, nn.Parameter):

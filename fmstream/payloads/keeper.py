@@ -38,5 +38,11 @@ class Keeper(Protocol):
     def left_in_place(self, master: Master) -> None:
         """The user's own parameter is shown from now on."""
 
+    def bring_aliases(self) -> None:
+        """Bring to the masters what was written through views of faulted values."""
+
+    def sharing(self, master: Master) -> list[Master]:
+        """The masters in the same storage, this one among them."""
+
     def succeeded(self, master: Master, successor: Master) -> None:
         """The parameter is another tensor now, with another master; the old one stands for the old tensor."""

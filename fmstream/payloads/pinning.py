@@ -12,7 +12,8 @@ from fmstream.core.arena import pack
 from fmstream.device.homes import FileHome
 from fmstream.device.memory import return_free_memory
 from fmstream.device.pinned import PinnedBlock, Pins, pinned_size
-from fmstream.payloads.master import Master, span_bytes
+from fmstream.payloads.master import Master
+from fmstream.payloads.truth import span_bytes
 
 BLOCK_BYTES = 256 << 20
 """Masters are moved by blocks of about this size, so that no more than that exists twice at a time."""
@@ -123,7 +124,9 @@ class PinnedHomes:
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype, size and stride hold the same bits in their spans."""
+    """Whether two tensors are of one dtype, size and stride, and hold the same bits in their spans."""
+    if (left.dtype, left.size(), left.stride()) != (right.dtype, right.size(), right.stride()):
+        return False
     span = (span_bytes(left) // left.element_size(),)
     return torch.equal(left.as_strided(span, (1,)).view(torch.uint8), right.as_strided(span, (1,)).view(torch.uint8))
 

@@ -23,6 +23,9 @@ class OnDevice(torch.Tensor):
         return self.detach().to("cpu").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+_Outline = tuple[torch.dtype, torch.Size]
+
+
 class _Placed(NamedTuple):
     """A tensor of a module, and the one on the device that stands in its place; versions are as it was put there."""
 
@@ -32,6 +35,8 @@ class _Placed(NamedTuple):
     placed: torch.Tensor
     original_version: int
     placed_version: int
+    outline: _Outline
+    """The original's."""
 
 
 class Placement:
@@ -66,7 +71,8 @@ class Placement:
                             num_bytes += tensor.numel() * tensor.element_size()
                         placed = moved[id(tensor)]
                         # Noted first, lest an interrupt between the two leave it there.
-                        self._placed.append(_Placed(holder, key, tensor, placed, _version(tensor), _version(placed)))
+                        versions = _version(tensor), _version(placed)
+                        self._placed.append(_Placed(holder, key, tensor, placed, *versions, _outline(tensor)))
                         holder[key] = placed
         return num_bytes
 
@@ -113,7 +119,8 @@ def _bring_back(record: _Placed) -> None:
     if placed.grad is not None:
         original.grad, placed.grad = placed.grad.to(original.device), None
     unseen = _version(placed) == record.placed_version  # but the kernels of some norms raise no version
-    if unseen and _version(original) != record.original_version:
+    present = (_version(original), _outline(original))
+    if unseen and _outline(placed) == record.outline and present != (record.original_version, record.outline):
         return
     _take_over(placed, original)
 
@@ -124,6 +131,10 @@ def _take_over(placed: torch.Tensor, original: torch.Tensor) -> None:
             _take_over(there, here)
         return
     present = placed.detach().to(original.device)
+    if _outline(present) != _outline(original):
+        with torch.inference_mode(original.is_inference()):
+            original.data = present
+        return
     if not _same_bytes(present, original):
         with torch.inference_mode(original.is_inference()):
             original.detach().copy_(present)
@@ -133,6 +144,10 @@ def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.layout is not torch.strided or type(left) is not torch.Tensor:
         return False
     return torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))
+
+
+def _outline(tensor: torch.Tensor) -> _Outline:
+    return tensor.dtype, tensor.size()
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -27,7 +27,7 @@ from fmstream.device.accelerator import Accelerator
 from fmstream.device.homes import FileHome
 from fmstream.device.opening import device_name, open_device
 from fmstream.errors import CancelledRun, ForkedError, StreamError
-from fmstream.payloads import budget, groups, saved, transforms
+from fmstream.payloads import budget, groups, saved, sending, transforms
 from fmstream.payloads.annex import Annex
 from fmstream.payloads.compiled import REMEDY, refuse_recording
 from fmstream.payloads.conduct import Conduct
@@ -149,6 +149,7 @@ class Session:
         self._start_actors(given, fitting.least_bytes)
         if annex is not None:
             annex.place(weights)
+        sending.register()
         weights.install()
         for site in weights.sites:
             self._seams.put(self, site)

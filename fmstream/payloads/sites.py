@@ -13,8 +13,9 @@ from fmstream.errors import ConfigError
 from fmstream.payloads import kinds
 from fmstream.payloads.compiled import is_compiled
 from fmstream.payloads.keeper import Keeper
-from fmstream.payloads.master import Master, span_bytes
+from fmstream.payloads.master import Master
 from fmstream.payloads.shells import Shell, Wrappers, is_host
+from fmstream.payloads.truth import span_bytes
 
 MAX_SPREAD = 2
 """A strided parameter is streamed with its gaps while these at most double its bytes."""
@@ -82,6 +83,12 @@ def survey(roots: Mapping[str, nn.Module], device: torch.device, keeper: Keeper,
         surveyor.take_own(name, module)
     surveyor.add_reads()
     return surveyor.finish(roots)
+
+
+def ids_of(roots: Mapping[str, nn.Module], device: torch.device) -> set[int]:
+    """``id`` of every parameter in some modules, and of the tensors in those that are wrappers."""
+    wrappers = Wrappers(device)
+    return {id(part.tensor) for _, module in _walk(roots) for part in _tensors(module, "", wrappers)}
 
 
 class _Surveyor:
@@ -252,6 +259,8 @@ def _why_not(name: str, param: torch.Tensor, device: torch.device, overlapping: 
         )
     if param.numel() == 0:
         return "it has no elements"
+    if param.untyped_storage().nbytes() < param.storage_offset() * param.element_size() + span_bytes(param):
+        return "its memory was given up"
     if span_bytes(param) > MAX_SPREAD * param.numel() * param.element_size():
         return "its elements lie far apart in memory"
     if id(param) in overlapping:

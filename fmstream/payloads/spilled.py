@@ -49,6 +49,7 @@ class Spilled:
         with torch.inference_mode(False), torch.no_grad():
             for master, offset, flat in zip(chosen, offsets, mapped, strict=True):
                 master.original.data = flat.view(master.dtype).as_strided(master.size, master.stride)
+                master.take_memory()
                 master.home = FileHome(file, offset, master.span)
                 self._masters.append((master, master.original.data_ptr()))
         return_free_memory()

@@ -65,7 +65,7 @@ def _checksum(part: Part, offset: int, span: int) -> int:
 
 
 def aliased(masters: Sequence[Master], roots: Iterable[nn.Module]) -> set[int]:
-    """Masters whose memory somebody looks into beside their modules (``.data``, an array, a flat buffer).
+    """Masters whose memory somebody looks into beside their modules (``.data``, an array, a flat buffer, a process).
 
     Their writes leave no trace in the parameter.
     """
@@ -80,7 +80,8 @@ def aliased(masters: Sequence[Master], roots: Iterable[nn.Module]) -> set[int]:
     found = set()
     for master in masters:
         storage = master.original.untyped_storage()  # counts itself
-        if torch._C._storage_Use_Count(storage._cdata) - 1 > known[storage._cdata]:
+        is_shared = isinstance(master.home, MemoryHome) and storage.is_shared()
+        if is_shared or torch._C._storage_Use_Count(storage._cdata) - 1 > known[storage._cdata]:
             found.add(master.index)
     return found
 

@@ -23,7 +23,7 @@ from fmstream.payloads.embeddings import Tables, find_tables, release
 from fmstream.payloads.kinds import is_dressed
 from fmstream.payloads.master import Master
 from fmstream.payloads.shells import Shell, put_back, show
-from fmstream.payloads.sites import Site, Survey, survey
+from fmstream.payloads.sites import Site, Survey, ids_of, survey
 from fmstream.payloads.spilled import Spilled
 from fmstream.payloads.views import bytes_of, looks_into, point_at
 from fmstream.payloads.watch import Watch, aliased
@@ -70,6 +70,8 @@ class Weights:
         self._exposed: set[int] = set()
         self._replaced: dict[int, Master] = {}
         """What was surveyed, by index, where a parameter has come to hold other data since."""
+        self._unshown: set[int] = set()
+        """What is not shown in fast memory any more: it holds other data, or is left in place."""
         self._watch = Watch()
         self._files = FileSet()
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
@@ -78,6 +80,9 @@ class Weights:
 
     def survey(self) -> Survey:
         """Find the parameters and where their masters lie; changes nothing in the modules."""
+        # Of what is in no module any more, another tensor may have the id by now.
+        present = ids_of(self.roots, self.device) if self.in_place or self.as_weights else set()
+        self.in_place, self.as_weights = self.in_place & present, self.as_weights & present
         found = survey(self.roots, self.device, self, self.in_place)
         mappings = Mappings.snapshot()
         for master in found.masters:
@@ -92,6 +97,7 @@ class Weights:
         self.unbound = set()
         self.pinned.clear()
         self._replaced.clear()
+        self._unshown.clear()
         self._exposed = aliased(self.masters, self.roots.values())
         return found
 
@@ -108,7 +114,7 @@ class Weights:
 
     def spill(self, directory: str) -> None:
         """Let masters that lie in RAM lie in a file in ``directory``; the modules are as before if this fails."""
-        self.spilled.take(self.masters, directory, self._files)
+        self.spilled.take([m for m in self.masters if not self.is_watched(m)], directory, self._files)
 
     def install(self) -> None:
         """Put the stand-ins into the modules."""
@@ -126,12 +132,8 @@ class Weights:
 
     def uninstall(self) -> None:
         """Put the user's parameters back wherever a stand-in, or what it showed, stands by now."""
-        for master in self.masters:
-            mine = master.shown()
-            for holder, key in master.slots:
-                if any(holder.get(key) is tensor for tensor in mine):
-                    holder[key] = master.original
-            master.show_deep(mine, master.original)
+        for master in [master.present() for master in self.masters]:
+            master.show(master.shown(), master.original)
         put_back(self.shells, self.roots.values(), self)
         for root in self.roots.values():
             for module in root.modules():
@@ -166,13 +168,15 @@ class Weights:
         for master in self.masters:
             held = master.is_held
             original = master.original
-            if held and original.data_ptr() != master.address:
-                # Other data, perhaps of another size: there is a new survey before it is used.
-                self.changed_shape = True
-                self._exposed.discard(master.index)
-                continue
             if master.is_swapped:
                 self.changed_shape = True
+            moved = original.data_ptr() != master.address
+            if moved or ((held or master.index in self._exposed) and master.is_outdated):
+                # Other data, perhaps of another size: there is a new survey before it is used.
+                master.present()
+                self._exposed.discard(master.index)
+                self.changed_shape = True
+                continue
             if not original.is_inference() and original._version != master.seen_version:
                 master.seen_version = original._version
                 self._written_unseen(master)
@@ -190,15 +194,11 @@ class Weights:
         master.take_memory()
         self.changed(master)
 
-    def _write_back(self, params: Sequence[int], offsets: Sequence[int], part: Part) -> None:
+    def _write_back(self, params: Sequence[int], part: Part) -> None:
         """Bring in-place writes to bound parameters to their masters, and keep these resident from now on."""
-        for param, offset in zip(params, offsets, strict=True):
+        for param in params:
             master = self.masters[param]
-            if master.bound is None:
-                continue
-            if not master.is_shown_at(part.address + offset):
-                part.drop((param, offset))
-                master.replace(torch.Tensor.detach(master.bound).clone())
+            if master.bound is None or master.is_bound_swapped or master.present() is not master:
                 continue
             with torch.inference_mode(False), torch.no_grad():
                 present = part.read(master.bound.data_ptr() - part.address, master.span)
@@ -283,6 +283,8 @@ class Weights:
         self.bring_aliases()
         self.in_place.add(id(master.original))
         self.changed_shape = True
+        if master.bound is None and self._is_present(master):
+            self._unshown.add(master.index)
 
     def is_watched(self, master: Master) -> bool:
         """Whether somebody may look into a master's memory and write it unseen, so that it must stay where it is."""
@@ -320,8 +322,15 @@ class Weights:
     def succeeded(self, master: Master, successor: Master) -> None:
         """Survey again before the next pass; in this one the successor is not bound, for it may be of another size."""
         self._replaced.setdefault(master.index, master)
+        self._unshown.add(master.index)
         self.masters[master.index] = successor
         self.changed_shape = True
+
+    def sharing(self, master: Master) -> list[Master]:
+        """The masters in the same storage."""
+        storage = master.original.untyped_storage()._cdata
+        every = dict.fromkeys((master, *self.masters))
+        return [each for each in every if each.original.untyped_storage()._cdata == storage]
 
     def settle(self) -> None:
         """Wait for every copy that is on its way."""
@@ -368,8 +377,8 @@ class Weights:
         return (Piece(master.home, 0, address, master.span),)
 
     def bind(self, param: int, part: Part, offset: int) -> None:
-        """Show a view of fast memory, unless the parameter has come to hold other data than was copied there."""
-        if param in self._replaced:
+        """Show a view of fast memory, unless the parameter has come to hold other data or is left in place."""
+        if param in self._unshown:
             return
         master = self.masters[param]
         bound = part.shown.get((param, offset))
@@ -383,7 +392,7 @@ class Weights:
                 bound = make_bound(master, view)
                 part.drop((param, offset))
                 part.keep((param, offset), bound)
-        master.bind(bound)
+        master.bind(bound, part.address + offset)
         if self.comparing and self.device.type == "cpu":
             began = time.perf_counter()
             self._watch.take(param, part, offset, master.span)
@@ -395,7 +404,7 @@ class Weights:
         """Show the stand-ins again; in-place writes are brought to the masters first."""
         masters, shown = self.masters, part.shown
         if part.was_written() or any(_was_written(masters[param]) for param in params):
-            self._write_back(params, offsets, part)
+            self._write_back(params, part)
         if self._watch.checksums:
             self._compare(params, offsets, part)
         for param, offset in zip(params, offsets, strict=True):
@@ -403,8 +412,8 @@ class Weights:
             if master.bound is not None and not master.unbind():
                 self.changed_shape = True
             kept = shown.get((param, offset))
-            # Besides the dict, this frame and the call: somebody took the tensor itself along.
-            if kept is not None and sys.getrefcount(kept) > 3:
+            # Besides the dict, this frame and the call: somebody took the tensor along, or it may have other memory.
+            if kept is not None and (sys.getrefcount(kept) > 3 or param in self._unshown):
                 part.drop((param, offset))
 
     def rewrite(self, param: int, part: Part, offset: int) -> None:
@@ -426,10 +435,11 @@ class Weights:
         for tensor in gc.get_objects():
             kind = type(tensor)  # `isinstance` would run code of any object that there is
             if issubclass(kind, torch.Tensor) and kind is not Absent and looks_into(tensor, part):
-                at = bisect.bisect_right(offsets, tensor.data_ptr() - part.address) - 1
+                start = tensor.storage_offset() * tensor.element_size()  # an empty one has no address
+                at = bisect.bisect_right(offsets, start) - 1
                 master = self._surveyed(params[at])
                 self.in_place.add(id(master.original))
-                point_at(master, tensor, tensor.data_ptr() - part.address - offsets[at])
+                point_at(master, tensor, start - offsets[at])
                 found = True
         if not found:
             self.in_place |= {id(self.masters[param].original) for param in params}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from tests.accelerator.cases import WIDTH, Counting, Tied, call
 from tests.accelerator.kit import equal, fresh, here, on_host, streaming, twin_on
 from tests.clients.pipelines import stable_diffusion
 from tests.kit import mlp, noise
+from tests.kit_runtime import map_weights
+from tests.test_replaced_data import Own
+from tests.test_ties import Tying
 
 EMU = "emu:0"
 
@@ -202,3 +206,76 @@ def test_data_replaced_in_the_midst_of_a_pass(width: int, in_call: int) -> None:
         for call_number in range(4):
             equal(on_host(call(module, call_number)), on_host(call(twin, call_number)))
     assert module[8].weight.shape == (width, WIDTH)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_parameter_objects_taken_before_opening_and_changed(kept: bool, in_file: bool, tmp_path: Path) -> None:
+    module = mlp(6, WIDTH)
+    if in_file:
+        map_weights(module, tmp_path / "weights.safetensors")
+    twin = twin_on(module)
+    taken = [[part[4].weight, part[8].weight, part[8].bias, part[10].weight] for part in (module, twin)]
+    with torch.no_grad(), streaming(module, edited=True, keeps=True):
+        for number in range(6):
+            equal(on_host(call(module, number)), on_host(call(twin, number)))
+            for turned, weight, bias, following in taken if number == 2 else ():
+                turned.data = turned.data.t()
+                weight.data, bias.data = weight.data[: WIDTH // 2], bias.data[: WIDTH // 2]
+                following.data = following.data[:, : WIDTH // 2]
+            if not kept and number == 2:
+                taken.clear()
+    equal(on_host(list(module.state_dict().values())), on_host(list(twin.state_dict().values())))
+
+
+def _cut(own: Own) -> None:
+    device = own.weight.device
+    own.weight.set_(noise(8, WIDTH, seed=1).to(device))
+    own.bias.set_(noise(8, seed=2).to(device))
+    own.weight.data.mul_(0.5)
+
+
+def _widen(own: Own) -> None:
+    device = own.weight.device
+    own.weight.set_(noise(2 * WIDTH, WIDTH, seed=1).to(device))
+    own.bias.set_(noise(2 * WIDTH, seed=2).to(device))
+    own.weight.data.mul_(0.5)
+
+
+def _transpose(own: Own) -> None:
+    own.weight.t_()
+    own.weight.detach().mul_(0.5)
+
+
+def _swap(own: Own) -> None:
+    torch.utils.swap_tensors(own.weight, nn.Parameter(noise(WIDTH, WIDTH, seed=4).to(own.weight.device) / 8))
+
+
+@pytest.mark.parametrize("change", [_cut, _widen, _transpose, _swap])
+@pytest.mark.parametrize("share", [0.35, 0.9])
+def test_a_layer_that_changes_its_own_parameters(change: Callable[[Own], None], share: float) -> None:
+    module = mlp(8, WIDTH)
+    module[14].__class__ = Own
+    twin = twin_on(module)
+    with torch.no_grad(), streaming(module, share, edited=True, keeps=True):
+        for number in range(6):
+            if number == 3:
+                module[14].act = twin[14].act = change
+            equal(on_host(call(module, number)), on_host(call(twin, number)))
+    equal(on_host(list(module.state_dict().values())), on_host(list(twin.state_dict().values())))
+
+
+@pytest.mark.parametrize("other", [2, 8, 14])
+def test_weight_that_is_tied_in_a_pass_while_it_is_shown(other: int) -> None:
+    module = mlp(8, WIDTH)
+    module[6].__class__ = Tying
+    twin = twin_on(module)
+    with torch.no_grad(), streaming(module, edited=True, keeps=True):
+        for number in range(6):
+            for part in (module, twin):
+                if number == 3:
+                    part[6].other = [part[other]]
+                elif number == 5:
+                    part[other].weight.mul_(0.5)
+            equal(on_host(call(module, number)), on_host(call(twin, number)))
+    assert module[other].weight is module[6].weight

@@ -31,9 +31,10 @@ from tests.accelerator.kit import (
     run_until_interrupted,
     same_states,
     stream_and_compare,
+    streaming,
     twin_on,
 )
-from tests.kit import budget, mlp
+from tests.kit import budget, mlp, noise
 from tests.kit_runtime import FailAt, Injected, assert_all_in_files, map_weights
 
 POINTS: dict[str, tuple[Any, str]] = {
@@ -131,6 +132,62 @@ def test_buffers_come_back_with_what_the_forward_wrote() -> None:
     for name, buffer in named(module, "_buffers"):
         if not name.endswith("total"):  # the forward exchanges that one
             assert buffer is own[name], name
+
+
+def _resize(tensor: Tensor) -> None:
+    tensor.resize_(8).fill_(1.0)
+
+
+def _replace_by_more(tensor: Tensor) -> None:
+    tensor.data = torch.ones(8, device=tensor.device)
+
+
+def _replace_by_less(tensor: Tensor) -> None:
+    tensor.data = torch.ones(1, device=tensor.device)
+
+
+def _widen(tensor: Tensor) -> None:
+    tensor.data = tensor.data.double() + 1.0
+
+
+class Scaled(nn.Module):
+    """Layers beside a buffer, and two parameters in one storage, which are not streamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(6, WIDTH)
+        self.register_buffer("buffer", torch.zeros(4))
+        self.whole = nn.Parameter(torch.arange(4.0), requires_grad=False)
+        self.part = nn.Parameter(self.whole.data[:2], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.buffer.sum() * self.whole.sum() + self.part.sum()
+
+
+@pytest.mark.parametrize("name", ["buffer", "whole", "part"])
+@pytest.mark.parametrize("change", [_resize, _replace_by_more, _replace_by_less, _widen])
+def test_what_is_not_streamed_comes_back_in_the_shape_that_it_has(change: Callable[[Tensor], None], name: str) -> None:
+    module = Scaled().eval()
+    twin = twin_on(module)
+    with streaming(module, edited=True, keeps=True), torch.no_grad():
+        for number in range(3):
+            equal(on_host(call(module, number)), on_host(call(twin, number)))
+            if number == 0:
+                change(getattr(module, name))
+                change(getattr(twin, name))
+    equal(on_host(getattr(module, name)), on_host(getattr(twin, name)))
+
+
+def test_what_is_not_streamed_is_converted_with_the_others() -> None:
+    module = Scaled().eval()
+    twin = twin_on(module)
+    x = noise(3, WIDTH).to(here.name)
+    with streaming(module, edited=True, keeps=True), torch.no_grad():
+        equal(on_host(module(x)), on_host(twin(x)))
+        module.double()
+        twin.double()
+        equal(on_host(module(x.double())), on_host(twin(x.double())))
+    same_states(module, twin)
 
 
 def test_a_buffer_that_was_not_written_is_not_touched() -> None:
