@@ -320,6 +320,8 @@ class Frames:
                 return 0
             count = min(count, self.tiers.reads.room())
         frame, count = self.take(count, staying=staying)
+        # Pages that had to leave may have had others packed, these among them: their homes need not go on by one.
+        count = steps(self.table.home[start : start + count])
         self._enqueue(start, count, frame)
         self.lanes.point(Lane.IN)
         return count
