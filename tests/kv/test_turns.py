@@ -12,9 +12,12 @@ from torch import Tensor
 
 from fmstream import PagedCache
 from fmstream.core.freeruns import FreeRuns
-from fmstream.errors import StreamError
+from fmstream.errors import MemoryBudgetError, StreamError
+from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.frames import Frames
 from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.sharing import Sharing
+from fmstream.payloads.kv.sizing import Sizing
 from tests.kv.kit import checked, fresh, generate, llama, model_on, plain_cache, prompt
 
 
@@ -110,6 +113,87 @@ def test_an_empty_fork_of_a_closed_cache_begins_anew() -> None:
             fork.update(values(index), -values(index), index)
         assert is_whole(fork)
         fork.check()
+
+
+def stopped(*args: Any) -> Any:
+    """Ctrl-C comes before a method has begun."""
+    raise KeyboardInterrupt
+
+
+def test_a_cache_that_ctrl_c_left_while_tokens_were_taken_back_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled()
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockTable, "cut", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            cache.crop(-9)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(values(0), values(0), 0)
+    refill(cache)
+
+
+def test_an_error_on_the_way_out_does_not_hide_what_ctrl_c_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled(pages=7)
+
+    def fails(*args: Any) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sharing, "share", stopped)
+        patch.setattr(FreeRuns, "give", fails)
+        with pytest.raises(KeyError):
+            cache.update(values(9), values(9), 0)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(values(0), values(0), 0)
+    refill(cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_a_pool_that_ctrl_c_left_with_other_memory_is_not_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh()
+    cache, new = PagedCache(model_on(llama, device).config, page_tokens=8), values(0, 300, device)
+    cache.update(new[:, :, :8], new[:, :, :8], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Frames, "become", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            cache.update(new, new, 0)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(new, new, 0)
+    cache.reset()
+    assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
+    cache.check()
+    cache.close()
+
+
+def test_a_pool_that_finds_no_memory_any_more_begins_anew_after_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh()
+    cache, new = PagedCache(model_on(llama, "emu").config, 9, page_tokens=8), values(0, 8, "emu")
+    cache.update(new, new, 0)
+    (pool,) = cache.pools
+
+    def refuses(num_bytes: int) -> Any:
+        raise MemoryBudgetError("another process has taken it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.lanes, "slab", refuses)
+        patch.setattr(cache.layers[0], "_sizing", Sizing(9, 1 << 60, 4))
+        with pytest.raises(MemoryBudgetError):
+            cache.update(new, new, 0)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(new, new, 0)
+    cache.reset()
+    assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
+    cache.check()
+    cache.close()
+
+
+def refill(cache: PagedCache) -> None:
+    """Forget everything and begin again."""
+    cache.reset()
+    for index in range(4):
+        cache.update(values(index), -values(index), index)
+    assert is_whole(cache)
+    cache.check()
+    cache.close()
 
 
 def interrupted(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,9 +45,10 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
 
     @functools.wraps(method)
     def held(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.pool is None:
+        pool = self.pool
+        if pool is None:
             return method(self, *args, **kwargs)
-        turn: Turn = self.pool.turn
+        turn: Turn = pool.turn
         with turn.lock:
             if turn.is_broken:
                 raise StreamError(
@@ -56,10 +57,10 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
                 )
             try:
                 return method(self, *args, **kwargs)
-            except BaseException as error:
-                # Other errors are foreseen: what was begun has been undone.  Ctrl-C comes between any two lines.
-                if not isinstance(error, Exception) or isinstance(error, AssertionError):
-                    turn.is_broken |= not self.pool.is_sound()
+            except BaseException:
+                # What was begun has been undone, but Ctrl-C comes between any two lines, of this as well.
+                was_broken, turn.is_broken = turn.is_broken, True
+                turn.is_broken = was_broken or not pool.is_sound()
                 raise
 
     return held
