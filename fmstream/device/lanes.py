@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
@@ -44,6 +45,7 @@ class DirectLanes:
 
     def __init__(self, device: CpuDevice) -> None:
         self.torch_device = device.torch_device
+        self.lock = threading.RLock()
         self._device = device
 
     def slab(self, num_bytes: int) -> Slab:
@@ -94,10 +96,15 @@ class DirectLanes:
 
 
 class StreamLanes:
-    """An accelerator: the user's present stream, and one stream each for copies to it, from it, and for unpacking."""
+    """An accelerator: the user's present stream, and one stream each for copies to it, from it, and for unpacking.
+
+    Attributes:
+        lock: held by whoever gives work to the lanes: what another thread's stream is given would not be waited for.
+    """
 
     def __init__(self, device: Accelerator) -> None:
         self.torch_device = device.torch_device
+        self.lock = threading.RLock()
         self._device = device
         self._streams: list[Stream] = [
             device.current_stream(),

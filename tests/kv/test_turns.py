@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +62,24 @@ def test_a_thread_waits_while_another_changes_the_pool_of_its_fork(monkeypatch: 
     assert is_whole(other)
     assert torch.equal(cache.layers[0].keys[:, :, 20:], new)
     cache.check()
+
+
+def test_pools_whose_work_goes_the_same_lanes_are_changed_in_turn() -> None:
+    cache = PagedCache(model_on(llama, "cpu").config, 12, page_tokens=8)
+    cache.update(values(0), values(0), 0)
+    cache.update(values(1)[..., :4], values(1)[..., :4], 1)
+    first, second = cache.pools
+    with first.turn.lock:
+        thread = threading.Thread(target=cache.layers[1].crop, args=(-5,))
+        thread.start()
+        taken = []
+        other = threading.Thread(target=lambda: taken.append(second.turn.lock.acquire(blocking=False)))
+        other.start()
+        other.join(60)
+        assert taken == [False]
+        assert cache.layers[1].get_seq_length() == 20
+    thread.join(60)
+    assert cache.layers[1].get_seq_length() == 15
 
 
 @pytest.mark.parametrize("device", ["cpu", "emu"])
@@ -189,10 +209,15 @@ def test_a_pool_that_finds_no_memory_any_more_begins_anew_after_reset(monkeypatc
 def refill(cache: PagedCache) -> None:
     """Forget everything and begin again."""
     cache.reset()
+    (pool,) = cache.pools
+    before = weakref.ref(pool)
+    del pool
     for index in range(4):
         cache.update(values(index), -values(index), index)
     assert is_whole(cache)
     cache.check()
+    gc.collect()
+    assert before() is None, "the memory of the pool that is not used any more is still taken"
     cache.close()
 
 

@@ -14,7 +14,7 @@ from fmstream.core.order import Lane
 from fmstream.core.pages import ABSENT, LOADING, RESIDENT
 from fmstream.device.device import Part, Slab
 from fmstream.device.lanes import Lanes
-from fmstream.errors import MemoryBudgetError
+from fmstream.errors import FmstreamError, MemoryBudgetError
 from fmstream.payloads.kv import residency
 from fmstream.payloads.kv.blocks import BlockTable, Ids, runs
 from fmstream.payloads.kv.frames import Frames
@@ -76,7 +76,7 @@ class Pool:
     ) -> None:
         self.shape = shape
         self.lanes = lanes
-        self.turn = Turn()
+        self.turn = Turn(lanes.lock)
         self._num_layers = num_layers
         self.layers: list[BlockTable] = []
         """Block tables in the order in which their layers are called."""
@@ -177,8 +177,8 @@ class Pool:
             if self.layers[index] is not block and room < len(missing):
                 room += len(residency.passing(table, self.layers[index], kept))
         missing = missing[:room]
-        # If a page that has to leave for it finds no room, the layer itself may still get by.
-        with contextlib.suppress(MemoryBudgetError):
+        # If a page cannot leave for it, the layer itself may still get by; what it needs is asked for again then.
+        with contextlib.suppress(FmstreamError):
             for begin in range(0, len(missing), self._chunk):
                 frames.recall(missing[begin : begin + self._chunk])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from fmstream.errors import StreamError
@@ -16,13 +16,15 @@ T = TypeVar("T")
 class Turn:
     """Whose turn it is to change a pool.  Caches that were forked share one, and may be used by different threads.
 
+    Args:
+        lock: held while something is changed; pools whose work goes the same lanes have the same.
+
     Attributes:
-        lock: held while something is changed.
         is_broken: whether somebody left in the middle of a change.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, lock: AbstractContextManager[bool]) -> None:
+        self.lock = lock
         self.is_broken = False
 
 
