@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fmstream import PagedCache
 from fmstream.core.freeruns import FreeRuns
+from fmstream.device.accelerator import Accelerator
 from fmstream.errors import MemoryBudgetError, StreamError
 from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.frames import Frames
@@ -204,6 +205,22 @@ def test_a_pool_that_finds_no_memory_any_more_begins_anew_after_reset(monkeypatc
     assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
     cache.check()
     cache.close()
+
+
+def test_a_point_that_ctrl_c_kept_from_being_made_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = fresh("late")
+    cache = PagedCache(model_on(llama, "emu").config, 7, page_tokens=8)
+    for index in range(4):
+        cache.update(values(index, device="emu"), values(index, device="emu"), index)
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "mark", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            cache.update(values(9, device="emu"), values(9, device="emu"), 0)
+    for index in range(4):
+        assert torch.equal(cache.layers[index].keys.cpu(), values(index))
+    cache.check()
+    cache.close()
+    assert not machine.reports
 
 
 def refill(cache: PagedCache) -> None:
