@@ -62,6 +62,9 @@ class DirectLanes:
     def enter(self, slab: Slab | None) -> None:
         """The caller's stream is the compute lane from now on."""
 
+    def follow(self) -> None:
+        """Let the compute lane wait for all that the caller's streams were given."""
+
     def on(self, lane: Lane) -> AbstractContextManager[None]:
         """Enqueue on a lane."""
         return contextlib.nullcontext()
@@ -112,6 +115,8 @@ class StreamLanes:
             device.module.Stream(device=device.torch_device),
             device.module.Stream(device=device.torch_device),
         ]
+        self._before: dict[int, Stream] = {}
+        """Streams that were the compute lane."""
         # Both in one: Ctrl-C, or a finaliser, finds either the point or not.
         self._points: list[list[tuple[int, Any]]] = [[] for _ in Lane]
         self._seen = [[0 for _ in Lane] for _ in Lane]
@@ -141,10 +146,16 @@ class StreamLanes:
         stream, before = self._device.current_stream(), self._streams[Lane.COMPUTE]
         if stream.stream_id == before.stream_id:
             return
+        self._before[before.stream_id] = before
         self._device.wait(self._device.mark(before), stream)
         self._streams[Lane.COMPUTE] = stream
         if isinstance(slab, DeviceSlab):
             slab.used_on(stream)
+
+    def follow(self) -> None:
+        """Let the compute lane wait for all that the caller's streams were given, those that he has left as well."""
+        for stream in self._before.values():
+            self._device.wait(self._device.mark(stream), self._streams[Lane.COMPUTE])
 
     @contextlib.contextmanager
     def on(self, lane: Lane) -> Iterator[None]:

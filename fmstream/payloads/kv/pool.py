@@ -348,6 +348,8 @@ class Pool:
                 # Whoever kept the keys or values of a layer goes on to see them.
                 self.num_lent += 1
                 memory = torch.empty(end, dtype=torch.uint8, device=self.lanes.torch_device)
+            elif writing:
+                self.lanes.follow()  # keys of another stream are gone, but not all that it was given of them
             keys = memory[: rows * shape.key_dim].view(shape.dtype)
             values = memory[values_at:end].view(shape.dtype)
         heads = (sequences, shape.heads, num_tokens)
@@ -379,6 +381,7 @@ class Pool:
         """All pages are frames again, unless somebody still looks at the keys or values of a layer."""
         if self._end is None or self._end.num_views():
             return
+        self.lanes.follow()
         first, count = self.frames.num_frames, self.frames.table.num_frames
         self.frames.claim(Lane.COMPUTE, first, count - first)
         self.frames.num_frames = count
