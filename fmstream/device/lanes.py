@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
@@ -44,6 +45,7 @@ class DirectLanes:
 
     def __init__(self, device: CpuDevice) -> None:
         self.torch_device = device.torch_device
+        self.lock = threading.RLock()
         self._device = device
 
     def slab(self, num_bytes: int) -> Slab:
@@ -59,6 +61,9 @@ class DirectLanes:
 
     def enter(self, slab: Slab | None) -> None:
         """The caller's stream is the compute lane from now on."""
+
+    def follow(self) -> None:
+        """Let the compute lane wait for all that the caller's streams were given."""
 
     def on(self, lane: Lane) -> AbstractContextManager[None]:
         """Enqueue on a lane."""
@@ -94,10 +99,15 @@ class DirectLanes:
 
 
 class StreamLanes:
-    """An accelerator: the user's present stream, and one stream each for copies to it, from it, and for unpacking."""
+    """An accelerator: the user's present stream, and one stream each for copies to it, from it, and for unpacking.
+
+    Attributes:
+        lock: held by whoever gives work to the lanes: what another thread's stream is given would not be waited for.
+    """
 
     def __init__(self, device: Accelerator) -> None:
         self.torch_device = device.torch_device
+        self.lock = threading.RLock()
         self._device = device
         self._streams: list[Stream] = [
             device.current_stream(),
@@ -105,9 +115,10 @@ class StreamLanes:
             device.module.Stream(device=device.torch_device),
             device.module.Stream(device=device.torch_device),
         ]
-        self._made: list[list[int]] = [[] for _ in Lane]
-        self._events: list[list[Any]] = [[] for _ in Lane]
-        self._number = [0 for _ in Lane]
+        self._before: dict[int, Stream] = {}
+        """Streams that were the compute lane."""
+        # Both in one: Ctrl-C, or a finaliser, finds either the point or not.
+        self._points: list[list[tuple[int, Any]]] = [[] for _ in Lane]
         self._seen = [[0 for _ in Lane] for _ in Lane]
 
     def slab(self, num_bytes: int) -> Slab:
@@ -135,10 +146,16 @@ class StreamLanes:
         stream, before = self._device.current_stream(), self._streams[Lane.COMPUTE]
         if stream.stream_id == before.stream_id:
             return
+        self._before[before.stream_id] = before
         self._device.wait(self._device.mark(before), stream)
         self._streams[Lane.COMPUTE] = stream
         if isinstance(slab, DeviceSlab):
             slab.used_on(stream)
+
+    def follow(self) -> None:
+        """Let the compute lane wait for all that the caller's streams were given, those that he has left as well."""
+        for stream in self._before.values():
+            self._device.wait(self._device.mark(stream), self._streams[Lane.COMPUTE])
 
     @contextlib.contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
@@ -148,30 +165,30 @@ class StreamLanes:
 
     def upcoming(self, lane: Lane) -> int:
         """See `fmstream.core.order.Order`."""
-        return self._number[lane] + 1
+        points = self._points[lane]
+        return points[-1][0] + 1 if points else 1
 
     def point(self, lane: Lane) -> None:
         """Make a point behind all that a lane was given."""
-        self._number[lane] += 1
-        self._made[lane].append(self._number[lane])
-        self._events[lane].append(self._device.mark(self._streams[lane]).event)
-        if len(self._made[lane]) > 2 * KEPT_EVENTS:
-            del self._made[lane][:KEPT_EVENTS], self._events[lane][:KEPT_EVENTS]
+        points = self._points[lane]
+        points.append((self.upcoming(lane), self._device.mark(self._streams[lane]).event))
+        if len(points) > 2 * KEPT_EVENTS:
+            del points[:KEPT_EVENTS]
 
     def wait(self, lane: Lane, other: Lane, point: int) -> None:
         """See `fmstream.core.order.Order`."""
         if point > self._seen[lane][other]:
-            at = self._find(other, point)
-            self._streams[lane].wait_event(self._events[other][at])
-            self._seen[lane][other] = self._made[other][at]
+            number, event = self._find(other, point)
+            self._streams[lane].wait_event(event)
+            self._seen[lane][other] = number
 
     def join(self, lane: Lane, point: int) -> None:
         """See `fmstream.core.order.Order`."""
-        self._events[lane][self._find(lane, point)].synchronize()
+        self._find(lane, point)[1].synchronize()
 
     def has_passed(self, lane: Lane, point: int) -> bool:
         """Whether a lane has got to a point; asking does not wait."""
-        return point <= self._number[lane] and bool(self._events[lane][self._find(lane, point)].query())
+        return point < self.upcoming(lane) and bool(self._find(lane, point)[1].query())
 
     def settle(self) -> None:
         """Let the host wait for every copy."""
@@ -187,10 +204,12 @@ class StreamLanes:
         """Bytes of the device's memory that can be taken."""
         return self._device.available_bytes()
 
-    def _find(self, lane: Lane, point: int) -> int:
-        if point > self._number[lane]:
+    def _find(self, lane: Lane, point: int) -> tuple[int, Any]:
+        """A point, or the oldest behind it that is remembered: its number and event."""
+        if point >= self.upcoming(lane):
             self.point(lane)
-        return bisect.bisect_left(self._made[lane], point)
+        points = self._points[lane]
+        return points[bisect.bisect_left(points, (point,))]
 
 
 Lanes = DirectLanes | StreamLanes

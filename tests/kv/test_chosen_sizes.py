@@ -13,6 +13,7 @@ import fmstream
 from fmstream import PagedCache, emulator
 from fmstream.errors import CancelledRun, MemoryBudgetError
 from fmstream.payloads.kv.budgeting import BudgetSizing
+from fmstream.payloads.kv.chosen_pool import ChosenPool
 from fmstream.payloads.kv.shape import PageShape
 from tests.kv.kit import checked, fresh, generate, llama, model_on, prompt
 
@@ -132,3 +133,42 @@ def test_a_step_that_was_left_starts_again_after_reset() -> None:
         cache.check()
         cache.reset()
         assert torch.equal(generate(model, prompt(60), cache), expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("length", [40, 41])
+def test_a_token_that_could_not_be_stored_leaves_the_layer_as_before(
+    length: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise error
+
+    model = model_on(llama, "cpu")
+    keys = torch.randn(1, 2, length + 1, 8)
+    old, new = keys[:, :, :length], keys[:, :, length:]
+    with checked(PagedCache(model.config, page_tokens=TOKENS, kv_budget=3)) as cache, cache.selecting(model):
+        for index in range(4):
+            cache.update(old, -old, index)
+        for index in (2, 3):
+            with monkeypatch.context() as patch:
+                patch.setattr(ChosenPool, "_open_index", fails)
+                with pytest.raises(error):
+                    cache.update(new, -new, index)
+            cache.check()
+            assert torch.equal(cache.layers[index].keys, old)
+            cache.update(new, -new, index)
+            cache.layers[index].everything()
+            assert torch.equal(cache.layers[index].keys, keys)
+            assert torch.equal(cache.layers[index].values, -keys)
+
+
+def test_a_step_that_was_left_can_be_taken_back() -> None:
+    model = model_on(llama, "cpu")
+    keys = torch.randn(1, 2, 40, 8)
+    with checked(PagedCache(model.config, page_tokens=TOKENS, kv_budget=3)) as cache, cache.selecting(model):
+        for index in range(4):
+            cache.update(keys, keys, index)
+        for _ in range(2):  # the model fails before its attention
+            cache.update(keys[:, :, :1], keys[:, :, :1], 2)
+            cache.layers[2].crop(-1)
+        assert torch.equal(cache.layers[2].keys, keys)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
@@ -25,6 +25,7 @@ CONFIG = LlamaConfig(num_hidden_layers=LAYERS, hidden_size=16, num_attention_hea
 OPERATIONS = (
     *["append"] * 3,
     "again",
+    "retry",
     "spill",
     "recall",
     "fork",
@@ -55,6 +56,8 @@ class SharingTwins(Twins):
             self.append(cache, held, [self.tensor(rows, count) for _ in range(LAYERS if count else 0)])
         elif name == "again" and held[0] is None:
             self.again(cache, held, value)
+        elif name == "retry" and held[0] is not None:
+            self.retry(cache, held, value)
         elif name in ("spill", "recall"):
             self.move(cache, name, np.random.default_rng(value))
 
@@ -64,6 +67,13 @@ class SharingTwins(Twins):
         if others:
             count = 1 + value % others[value % len(others)][0].shape[2]
             self.append(cache, held, [tensor[:, :, :count] for tensor in others[value % len(others)]])
+
+    def retry(self, cache: PagedCache, held: Held, value: int) -> None:
+        """Take tokens back and bring the same again."""
+        cut = 1 + value % held[0].shape[2]
+        again = [tensor[:, :, -cut:] for tensor in held]
+        self.apply(("crop", [cache for cache, _ in self.pairs].index(cache), cut - 1))
+        self.append(cache, held, again)
 
     def append(self, cache: PagedCache, held: Held, tensors: list[Tensor]) -> None:
         for index, new in enumerate(tensors):
@@ -125,7 +135,12 @@ def play(twins: SharingTwins, given_operations: list[Operation]) -> None:
     twins.close()
 
 
+# The page of which the last tokens become another cache's own has a number that was known.
+OWN_AGAIN = [("append", 0, 0), ("append", 0, 299), ("fork", 0, 0), ("append", 0, 966), ("fork", 0, 0), ("free", 0, 0)]
+
+
 @settings(max_examples=60)
+@example([*OWN_AGAIN, ("retry", 1, 4)], 8, 0)
 @given(operations, st.sampled_from([8, 15, 40, 200]), st.sampled_from([0, 5, 1000]))
 def test_contents_are_those_of_plain_tensors(
     tmp_path_factory: pytest.TempPathFactory, given_operations: list[Operation], pages: int, host_pages: int

@@ -260,8 +260,37 @@ def test_another_stream_waits_for_the_one_before() -> None:
         return without_wait
 
     assert not reports(other_stream)
-    with replaced(StreamLanes, "enter", make):
+    with replaced(StreamLanes, "enter", make), replaced(StreamLanes, "follow", lambda _: lambda lanes: None):
         assert reports(other_stream)
+
+
+def taking_turns() -> None:
+    """What one stream was given is read there later than another one uses the cache, and forgotten before it does."""
+    cache = PagedCache(model_on(llama, "emu").config, 60, page_tokens=8)
+    new = torch.ones(1, 2, 24, 8, device="emu")
+    first, second = torch.emu.Stream(), torch.emu.Stream()  # type: ignore[attr-defined]
+    emulator.machine().synchronize()
+    for layer in (0, 1):
+        with torch.emu.stream(first):  # type: ignore[attr-defined]
+            keys, _ = cache.update(new, new, layer)
+        with torch.emu.stream(second):  # type: ignore[attr-defined]
+            cache.update(new, new, 2)
+        with torch.emu.stream(first):  # type: ignore[attr-defined]
+            keys * 2
+        del keys, _
+        with torch.emu.stream(second):  # type: ignore[attr-defined]
+            cache.update(new, new, 3)
+            if layer:
+                cache.reset()
+                cache.update(new, new, 0)
+    emulator.machine().synchronize()
+    cache.close()
+
+
+def test_a_stream_that_uses_the_place_of_a_layer_waits_for_all_others() -> None:
+    assert not reports(taking_turns)
+    with replaced(StreamLanes, "follow", lambda _: lambda lanes: None):
+        assert reports(taking_turns)
 
 
 def test_an_answer_is_read_after_it_came() -> None:

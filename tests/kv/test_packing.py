@@ -81,16 +81,21 @@ def test_tokens_are_those_of_a_plain_cache_and_fewer_bytes_cross_the_link(execut
     assert packed.host_pages == plain.host_pages
 
 
+def noise(length: int) -> Tensor:
+    """What cannot be packed."""
+    bits = torch.randint(-(1 << 15), 1 << 15, (1, HEADS, length, DIM), dtype=torch.int16).view(torch.bfloat16)
+    return torch.where(bits.isfinite(), bits, 1).to("emu")
+
+
 def test_what_cannot_be_packed_stays_as_it_is() -> None:
     fresh()
     paged = cache()
-    noise = torch.randint(-(1 << 15), 1 << 15, (1, HEADS, 7 * TOKENS, DIM), dtype=torch.int16).view(torch.bfloat16)
-    noise = torch.where(noise.isfinite(), noise, 1).to("emu")
+    tensor = noise(7 * TOKENS)
     for layer in range(3):
-        paged.update(noise, -noise, layer)
+        paged.update(tensor, -tensor, layer)
     settle(paged)
     assert paged.statistics().packed_pages == 0
-    assert holds(paged, noise)
+    assert holds(paged, tensor)
     paged.check()
     paged.close()
 
@@ -166,6 +171,52 @@ def test_not_many_pages_wait_to_be_packed(monkeypatch: pytest.MonkeyPatch) -> No
                 paged.update(tensor, -tensor, layer)
     assert paged.statistics().packed_pages > 20
     assert most < 20
+    paged.close()
+
+
+def some_noise(pages: int, seed: int) -> Tensor:
+    """Pages of which some can be packed."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn((1, HEADS, pages * TOKENS, DIM), generator=generator).bfloat16()
+    wide = found * torch.exp2(torch.randint(-60, 60, found.shape, generator=generator))
+    is_wide = torch.rand(pages, generator=generator).repeat_interleave(TOKENS) < 0.4
+    return torch.where(is_wide[:, None], wide, found).bfloat16().to("emu")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_that_are_packed_while_room_is_made_for_them_come_as_they_are(
+    seed: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh()
+    monkeypatch.setattr(tiers, "SMALLEST_BLOCK_BYTES", 4096)
+    paged, held = cache(46, kv_host_memory=17 * 1024, spill_dir=tmp_path), [values(0)] * 3
+    with replaced(Packer, "work", lambda _: lambda packer: None):  # pages come home late, and wait
+        for number, pages in enumerate((1, 4, 2, 6, 1, 2)):
+            for layer in range(3):
+                new = some_noise(pages, 100 * seed + 10 * number + layer)
+                held[layer] = torch.cat([held[layer], new], 2)
+                keys, negative = paged.update(new, -new, layer)
+                assert torch.equal(keys, held[layer])
+                assert torch.equal(negative, -held[layer])
+    assert paged.statistics().packed_pages > 0
+    paged.check()
+    paged.close()
+
+
+def test_what_a_page_held_before_it_was_written_to_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh()
+    monkeypatch.setattr(packing, "WAITING_BYTES", 0)
+    monkeypatch.setattr(tiers, "SMALLEST_BLOCK_BYTES", 1024)
+    paged, tensor = cache(), values(2 * TOKENS)
+    with replaced(Packer, "work", lambda _: lambda packer: None):
+        paged.update(tensor, tensor, 0)
+        pool, pages = next(iter(paged.pools)), paged.layers[0].block.pages[0].copy()
+        pool.frames.evict(pages[1:])
+        with pool.frames.holding(pages[1:]):
+            pool.frames.table.dirty[pages[1]] = True
+        pool.frames.evict(pages)  # the first finds no place, and those that wait are packed
+    assert torch.equal(paged.layers[0].keys, tensor)
+    paged.check()
     paged.close()
 
 

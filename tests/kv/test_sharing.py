@@ -95,6 +95,26 @@ def test_a_page_that_was_changed_since_is_not_taken_for_what_it_was() -> None:
         assert not emulator.machine().reports
 
 
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tokens_that_were_taken_back_come_again_beside_another_cache(rows: int, device: str) -> None:
+    fresh("late")
+    cache = PagedCache(model_on(llama, device).config, 100, page_tokens=TOKENS)
+    first, second = (torch.randn(rows, 2, 24, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    cache.update(first.to(device), first.to(device), 0)
+    other = cache.fork()
+    for _ in range(3):  # the pages are given the same numbers each time
+        keys, values = other.update(second.to(device), -second.to(device), 0)
+        assert torch.equal(keys.cpu(), torch.cat([first, second], 2))
+        assert torch.equal(values.cpu(), torch.cat([first, -second], 2))
+        other.check()
+        other.crop(-24)
+    other.close()
+    with checked(cache):
+        assert torch.equal(cache.layers[0].keys.cpu(), first)
+        assert not emulator.machine().reports
+
+
 def test_equal_hashes_of_unequal_pages_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh("late")
     model = model_on(llama, "emu")

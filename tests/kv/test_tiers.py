@@ -15,6 +15,7 @@ from fmstream.device.pagefile import PageFile
 from fmstream.errors import ConfigError, MemoryBudgetError, StreamError
 from fmstream.payloads import budget
 from fmstream.payloads.kv.cache import KvStatistics
+from fmstream.payloads.kv.hostpages import HostPages
 from tests.kv.kit import compare, fresh, generate, llama, model_on, parts, plain_cache, prompt
 
 PAGE_BYTES = 2 * 2 * 8 * 8 * 4
@@ -57,14 +58,14 @@ def test_without_a_file_the_error_names_all_tiers_and_what_helps() -> None:
     cache.close()
 
 
-def full_after(monkeypatch: pytest.MonkeyPatch, num_writes: int) -> None:
-    """Let the disk be full after some writes."""
+def fail_after(monkeypatch: pytest.MonkeyPatch, num_writes: int, number: int = errno.ENOSPC) -> None:
+    """Let the disk be full after some writes, or fail otherwise."""
     step, seen = PageFile._step, [0]
 
     def limited(self: PageFile, view: memoryview, offset: int) -> int:
         seen[0] += 1
         if seen[0] > num_writes:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return step(self, view, offset)
 
     monkeypatch.setattr(PageFile, "_step", limited)
@@ -75,7 +76,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(
     num_writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh()
-    full_after(monkeypatch, num_writes)
+    fail_after(monkeypatch, num_writes)
     cache = PagedCache(model_on(llama, "emu").config, 6, page_tokens=8, kv_host_memory=0, spill_dir=tmp_path)
     held: list[tuple[int, torch.Tensor]] = []
     with pytest.raises(MemoryBudgetError, match=r"the disk of .* is full: give a spill_dir with room"):  # noqa: PT012
@@ -89,6 +90,48 @@ def test_a_full_disk_is_an_error_and_loses_nothing(
     for layer, kept in held:
         assert torch.equal(cache.layers[layer].keys.cpu(), kept)
     cache.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("num_writes", range(3, 9))
+def test_tokens_that_are_refused_are_not_stored(
+    num_writes: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh()
+    fail_after(monkeypatch, num_writes, number)
+    cache = PagedCache(model_on(llama, "emu").config, 7, page_tokens=8, kv_host_memory=0, spill_dir=tmp_path)
+    held = [torch.zeros(1, 2, 0, 8)] * 4
+    for step in range(24):
+        new = torch.full((1, 2, 8, 8), float(step))
+        try:
+            cache.update(new.to("emu"), new.to("emu"), step % 4)
+        except (MemoryBudgetError, StreamError):
+            break
+        held[step % 4] = torch.cat([held[step % 4], new], 2)
+    monkeypatch.undo()
+    for layer, kept in zip(cache.layers, held, strict=True):
+        assert layer.get_seq_length() == kept.shape[2]
+        assert kept.numel() == 0 or torch.equal(layer.keys.cpu(), kept)
+    cache.check()
+    cache.close()
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_host_memory_that_the_system_does_not_give(
+    has_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh()
+
+    def refuse(self: HostPages, num_pages: int) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(HostPages, "add", refuse)
+    model = model_on(llama, "cpu")
+    if has_file:
+        assert compare(model, prompt(30), LAYER, cache_options={"spill_dir": tmp_path}).did.file_pages > 0
+        return
+    with pytest.raises(MemoryBudgetError, match="the host tier holds 0 bytes of all but its floor"):
+        generate(model, prompt(30), PagedCache(model.config, LAYER, page_tokens=8))
 
 
 def test_another_failure_of_a_write_names_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

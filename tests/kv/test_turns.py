@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,13 @@ from torch import Tensor
 
 from fmstream import PagedCache
 from fmstream.core.freeruns import FreeRuns
-from fmstream.errors import StreamError
+from fmstream.device.accelerator import Accelerator
+from fmstream.errors import MemoryBudgetError, StreamError
+from fmstream.payloads.kv.blocks import BlockTable
 from fmstream.payloads.kv.frames import Frames
 from fmstream.payloads.kv.pool import Pool
+from fmstream.payloads.kv.sharing import Sharing
+from fmstream.payloads.kv.sizing import Sizing
 from tests.kv.kit import checked, fresh, generate, llama, model_on, plain_cache, prompt
 
 
@@ -57,6 +63,24 @@ def test_a_thread_waits_while_another_changes_the_pool_of_its_fork(monkeypatch: 
     assert is_whole(other)
     assert torch.equal(cache.layers[0].keys[:, :, 20:], new)
     cache.check()
+
+
+def test_pools_whose_work_goes_the_same_lanes_are_changed_in_turn() -> None:
+    cache = PagedCache(model_on(llama, "cpu").config, 12, page_tokens=8)
+    cache.update(values(0), values(0), 0)
+    cache.update(values(1)[..., :4], values(1)[..., :4], 1)
+    first, second = cache.pools
+    with first.turn.lock:
+        thread = threading.Thread(target=cache.layers[1].crop, args=(-5,))
+        thread.start()
+        taken = []
+        other = threading.Thread(target=lambda: taken.append(second.turn.lock.acquire(blocking=False)))
+        other.start()
+        other.join(60)
+        assert taken == [False]
+        assert cache.layers[1].get_seq_length() == 20
+    thread.join(60)
+    assert cache.layers[1].get_seq_length() == 15
 
 
 @pytest.mark.parametrize("device", ["cpu", "emu"])
@@ -110,6 +134,108 @@ def test_an_empty_fork_of_a_closed_cache_begins_anew() -> None:
             fork.update(values(index), -values(index), index)
         assert is_whole(fork)
         fork.check()
+
+
+def stopped(*args: Any) -> Any:
+    """Ctrl-C comes before a method has begun."""
+    raise KeyboardInterrupt
+
+
+def test_a_cache_that_ctrl_c_left_while_tokens_were_taken_back_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled()
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockTable, "cut", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            cache.crop(-9)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(values(0), values(0), 0)
+    refill(cache)
+
+
+def test_an_error_on_the_way_out_does_not_hide_what_ctrl_c_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled(pages=7)
+
+    def fails(*args: Any) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sharing, "share", stopped)
+        patch.setattr(FreeRuns, "give", fails)
+        with pytest.raises(KeyError):
+            cache.update(values(9), values(9), 0)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(values(0), values(0), 0)
+    refill(cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_a_pool_that_ctrl_c_left_with_other_memory_is_not_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh()
+    cache, new = PagedCache(model_on(llama, device).config, page_tokens=8), values(0, 300, device)
+    cache.update(new[:, :, :8], new[:, :, :8], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Frames, "become", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            cache.update(new, new, 0)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(new, new, 0)
+    cache.reset()
+    assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
+    cache.check()
+    cache.close()
+
+
+def test_a_pool_that_finds_no_memory_any_more_begins_anew_after_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh()
+    cache, new = PagedCache(model_on(llama, "emu").config, 9, page_tokens=8), values(0, 8, "emu")
+    cache.update(new, new, 0)
+    (pool,) = cache.pools
+
+    def refuses(num_bytes: int) -> Any:
+        raise MemoryBudgetError("another process has taken it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.lanes, "slab", refuses)
+        patch.setattr(cache.layers[0], "_sizing", Sizing(9, 1 << 60, 4))
+        with pytest.raises(MemoryBudgetError):
+            cache.update(new, new, 0)
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(new, new, 0)
+    cache.reset()
+    assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
+    cache.check()
+    cache.close()
+
+
+def test_a_point_that_ctrl_c_kept_from_being_made_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = fresh("late")
+    cache = PagedCache(model_on(llama, "emu").config, 7, page_tokens=8)
+    for index in range(4):
+        cache.update(values(index, device="emu"), values(index, device="emu"), index)
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "mark", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            cache.update(values(9, device="emu"), values(9, device="emu"), 0)
+    for index in range(4):
+        assert torch.equal(cache.layers[index].keys.cpu(), values(index))
+    cache.check()
+    cache.close()
+    assert not machine.reports
+
+
+def refill(cache: PagedCache) -> None:
+    """Forget everything and begin again."""
+    cache.reset()
+    (pool,) = cache.pools
+    before = weakref.ref(pool)
+    del pool
+    for index in range(4):
+        cache.update(values(index), -values(index), index)
+    assert is_whole(cache)
+    cache.check()
+    gc.collect()
+    assert before() is None, "the memory of the pool that is not used any more is still taken"
+    cache.close()
 
 
 def interrupted(method: Callable[..., Any]) -> Callable[..., Any]:

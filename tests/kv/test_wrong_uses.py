@@ -185,6 +185,15 @@ def test_a_model_that_makes_other_keys_is_refused_at_its_first_layer(options: di
     assert torch.equal(generate(model, prompt(30), PagedCache(model.config, 24, page_tokens=4)), plain)
 
 
+def test_a_pool_without_a_size_grows_for_every_layer() -> None:
+    cache = PagedCache(model_on(llama, "cpu").config, page_tokens=8)
+    new = torch.randn(1, 2, 900, 8)
+    for index, length in ((0, 8), (1, 8), (1, 892)):
+        cache.update(new[:, :, -length:], new[:, :, -length:], index)
+    assert torch.equal(cache.layers[1].keys[:, :, 8:], new[:, :, 8:])
+    cache.check()
+
+
 def test_a_window_that_is_narrower_than_a_layers_own() -> None:
     config = model_on(gemma, "cpu").config
     with pytest.raises(ConfigError, match=r"context_window=11 is less than the 12 tokens .* give at least 12"):

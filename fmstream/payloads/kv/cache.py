@@ -148,7 +148,7 @@ class PagedCache(DynamicCache):
         self._host_bytes = host_bytes(kv_host_memory)
         self._spill_dir = spill_dir
         self._pools: dict[tuple[torch.device, PageShape], Pool] = {}
-        self._siblings: dict[Pool, list[BlockTable]] = {}
+        self._siblings: weakref.WeakKeyDictionary[Pool, list[BlockTable]] = weakref.WeakKeyDictionary()
         self._lanes: dict[torch.device, Lanes] = {}
         self._making = threading.Lock()
         num_paged = sum(map(is_paged, plain.layers))
@@ -208,7 +208,10 @@ class PagedCache(DynamicCache):
         key = (keys.device, shape)
         with self._making:  # forks share pools, and may be used by different threads
             pool = self._pools.get(key)
-            if pool is None or pool.turn.is_broken or pool.is_closed:
+            if pool is not None and (pool.turn.is_broken or pool.is_closed):
+                del self._pools[key]
+                pool = None  # if no layer is in it any more, its memory is free for the new one
+            if pool is None:
                 self._pools[key] = pool = self._new_pool(shape, keys, heads if apart else None)
         return pool, self._siblings.setdefault(pool, [])
 
@@ -287,7 +290,7 @@ class PagedCache(DynamicCache):
         """A cache of the same content in the same pools; pages are shared until either writes to them."""
         other: PagedCache = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._siblings, other.layers = {}, []
+        other._siblings, other.layers = weakref.WeakKeyDictionary(), []
         other.history = copy.deepcopy(self.history)
         pool_for = weak(other._pool_for)
         for layer in self.layers:

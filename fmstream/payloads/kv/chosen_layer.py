@@ -151,6 +151,7 @@ class ChosenLayer(PagedLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """See `PagedLayer`."""
         super().crop(tokens_to_remove)
+        self._pending = False  # whoever takes back what a pass left goes on from there
         if self.pool is not None:
             self.digests.cut(self.block.length // self.pool.shape.tokens)
             self._meant[:, self.digests.count :] = False

@@ -108,12 +108,21 @@ class ChosenPool(Pool):
 
         If there is no room for it the layer is as before.
         """
-        slot = block.length % self.shape.tokens
+        slot, columns = block.length % self.shape.tokens, block.pages.shape[1]
         if slot:
             self._own_open(block)
         else:
             block.extend(self._filled(len(keys))[:, None])
-        pages = block.pages[:, -1]
+        try:
+            self._write_slot(block.pages[:, -1], block, slot, keys, values)
+        except BaseException:
+            self.frames.release(block.cut(columns))
+            raise
+        block.length += 1
+        self._together = None
+        self.lanes.point(Lane.COMPUTE)
+
+    def _write_slot(self, pages: Ids, block: BlockTable, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         with self.frames.holding(pages, staying=True):
             index, where = self._open_index(block, pages), self.frames.table.frame[pages]
             self.frames.claim_each(Lane.COMPUTE, where)
@@ -122,9 +131,6 @@ class ChosenPool(Pool):
                 with self.lanes.picking(place, where):
                     place.index_put_((index,), source)
             self.frames.table.dirty[pages] = True
-        block.length += 1
-        self._together = None
-        self.lanes.point(Lane.COMPUTE)
 
     def _filled(self, count: int) -> Ids:
         """New pages in frames, of which the compute lane writes the first token next."""

@@ -320,6 +320,8 @@ class Frames:
                 return 0
             count = min(count, self.tiers.reads.room())
         frame, count = self.take(count, staying=staying)
+        # Pages that had to leave may have had others packed, these among them: their homes need not go on by one.
+        count = steps(self.table.home[start : start + count])
         self._enqueue(start, count, frame)
         self.lanes.point(Lane.IN)
         return count
@@ -465,10 +467,12 @@ class Frames:
         """Verify the laws of the table and the tiers; ``held`` are all pages that block tables refer to, each time."""
         self.table.check()
         self.tiers.check()
+        assert len(self.memory) == self.table.num_frames, "there is no memory for the frames"
         assert sum(count for _, count, _ in self._spilling) == self.table.counts().spilling, "spills do not add up"
         refs = np.bincount(held, minlength=self.table.num_pages)
         assert (refs == self.refs).all(), "references do not add up"
         nowhere = (refs > 0) & (self.table.state == ABSENT) & (self.table.home < 0)
+        nowhere |= (refs > 0) & (self.table.state == RESIDENT) & ~self.table.dirty & (self.table.home < 0)
         assert not nowhere.any(), f"page {int(np.argmax(nowhere))} lies nowhere"
         assert int(np.count_nonzero(refs)) + self._free_ids.num_free == self.table.num_pages
         homes, tiers = self.table.home[self.table.home >= 0], self.tiers.counts()

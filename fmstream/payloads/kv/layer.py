@@ -177,7 +177,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _append(self, pool: Pool, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys and values [rows, heads, tokens, dim]; returns all of them, put together."""
         begin, rows, end = self.block.length, keys.shape[0], self.block.length + keys.shape[-2]
-        if self._siblings[0] is self.block:
+        if self._siblings[0] is self.block or rows * pool.shape.pages(end) > pool.max_pages:
             self._sizing.adjust(pool, rows, end)
         all_keys, all_values = pool.assemble(self.block, rows, end)
         all_keys[:, :, begin:].copy_(keys)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fmstream.core.order import Lane, Places
-from fmstream.core.pages import PageTable
+from fmstream.core.pages import RESIDENT, PageTable
 from fmstream.device.device import Slab
 from fmstream.device.lanes import Lanes
 from fmstream.device.page_packing import pack_pages, unpack_pages
@@ -121,9 +121,10 @@ class Packer:
         start, count, point = self._waiting.popleft()
         self._num_waiting -= count
         pages = np.arange(start, start + count, dtype=np.int32)
-        home = self._table.home[pages]
-        # Others have been forgotten since, or written again.
-        pages = pages[(self._written[pages] == point) & (home >= 0) & (home < PACKED)]
+        table, home = self._table, self._table.home[pages]
+        # Others have been forgotten since, or written again, or are about to be.
+        is_as_home = (table.state[pages] != RESIDENT) | ~table.dirty[pages]
+        pages = pages[(self._written[pages] == point) & (home >= 0) & (home < PACKED) & is_as_home]
         for at, first, count in runs(self._table.home[pages]):
             if not self._pack_run(pages[at : at + count], first):
                 return

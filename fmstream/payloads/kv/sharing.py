@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from fmstream.core.order import Lane
+from fmstream.core.pages import ABSENT
 from fmstream.payloads.kv.blocks import BlockTable, Ids
 from fmstream.payloads.kv.known import Hashes, KnownPages, Spot, hash_pages
 
@@ -59,6 +60,8 @@ class Sharing:
         numbers = hashes.cpu().numpy()
         if others:
             found = self._known.find(spot, numbers, pool.frames.refs)
+            table = pool.frames.table  # a number that is used again may be that of a page which has yet to be written
+            found[(table.state[found] == ABSENT) & (table.home[found] < 0)] = -1
             self._exchange(pool, new, found, self._verified(pool, found, keys, values))
             done |= new == found
         if rows > pool.stride:

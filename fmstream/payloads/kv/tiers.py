@@ -140,7 +140,10 @@ class Tiers:
         num_pages = min(left, max(size, wanted * pages.page_bytes)) // pages.page_bytes
         if num_pages < 1:
             return False
-        memory = pages.add(num_pages)
+        try:
+            memory = pages.add(num_pages)
+        except OSError:  # the system gives none, whatever it said is free
+            return False
         if not memory.pinned:
             self._tell(
                 f"the system refused to pin {memory.num_bytes} bytes for KV pages: they are copied from pageable "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from fmstream.errors import StreamError
@@ -16,13 +16,15 @@ T = TypeVar("T")
 class Turn:
     """Whose turn it is to change a pool.  Caches that were forked share one, and may be used by different threads.
 
+    Args:
+        lock: held while something is changed; pools whose work goes the same lanes have the same.
+
     Attributes:
-        lock: held while something is changed.
         is_broken: whether somebody left in the middle of a change.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, lock: AbstractContextManager[bool]) -> None:
+        self.lock = lock
         self.is_broken = False
 
 
@@ -45,9 +47,10 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
 
     @functools.wraps(method)
     def held(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.pool is None:
+        pool = self.pool
+        if pool is None:
             return method(self, *args, **kwargs)
-        turn: Turn = self.pool.turn
+        turn: Turn = pool.turn
         with turn.lock:
             if turn.is_broken:
                 raise StreamError(
@@ -56,10 +59,10 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
                 )
             try:
                 return method(self, *args, **kwargs)
-            except BaseException as error:
-                # Other errors are foreseen: what was begun has been undone.  Ctrl-C comes between any two lines.
-                if not isinstance(error, Exception) or isinstance(error, AssertionError):
-                    turn.is_broken |= not self.pool.is_sound()
+            except BaseException:
+                # What was begun has been undone, but Ctrl-C comes between any two lines, of this as well.
+                was_broken, turn.is_broken = turn.is_broken, True
+                turn.is_broken = was_broken or not pool.is_sound()
                 raise
 
     return held
