@@ -72,7 +72,7 @@ class Absent(torch.Tensor):
         known: Master = self.__dict__["master"]
         present = known.present()
         if not self.stands_for_parameter:
-            return known
+            return known  # which goes on with what it was, if it has just been succeeded
         if present is not known:
             self.__dict__["master"] = present
         return present

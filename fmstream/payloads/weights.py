@@ -168,7 +168,7 @@ class Weights:
         for master in self.masters:
             held = master.is_held
             original = master.original
-            if master.is_swapped:
+            if not isinstance(master.absent, Absent):  # swapped; asked here for every parameter in every pass
                 self.changed_shape = True
             moved = original.data_ptr() != master.address
             if moved or ((held or master.index in self._exposed) and master.is_outdated):
