@@ -151,20 +151,6 @@ def test_gradients_of_parameters_that_were_listed_before_the_handle() -> None:
         assert all(grad is not None for grad in inside)
 
 
-@pytest.mark.parametrize("width", [32, 48])
-def test_data_set_on_parameter_objects_that_were_taken_before_the_handle(width: int) -> None:
-    module = mlp()
-    twin = copy.deepcopy(module)
-    taken = [(part[2].weight, part[2].bias, part[4].weight) for part in (module, twin)]
-    with streamed(module, edited=True), torch.no_grad():
-        agree(module, twin, X, times=3)
-        for weight, bias, following in taken:
-            weight.data, bias.data = noise(width, 32, seed=6), noise(width, seed=7)
-            following.data = noise(32, width, seed=9)
-        agree(module, twin, X, times=3)
-    agree(module, twin, X)
-
-
 def test_a_lazy_parameter_stays_in_place() -> None:
     module = nn.Sequential(*mlp(), nn.LazyLinear(8))
     assert fmstream.smallest_memory(module) > 0

@@ -148,8 +148,9 @@ def test_data_replaced_and_written_before_the_next_pass(change: Any, share: floa
     agree(module, twin, X)
 
 
-@pytest.mark.parametrize("width", [7, 48])
-def test_parameter_objects_taken_before_opening_replaced_and_written(width: int) -> None:
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("width", [7, 32, 48])
+def test_data_set_on_parameter_objects_that_were_taken_before_opening(width: int, written: bool) -> None:
     module = mlp()
     twin = copy.deepcopy(module)
     taken = [(part[2].weight, part[2].bias, part[4].weight) for part in (module, twin)]
@@ -158,7 +159,7 @@ def test_parameter_objects_taken_before_opening_replaced_and_written(width: int)
         for weight, bias, following in taken:
             weight.data, bias.data = noise(width, 32, seed=6), noise(width, seed=7)
             following.data = noise(32, width, seed=9)
-            for param in (weight, bias, following):
+            for param in (weight, bias, following) if written else ():
                 param.mul_(0.75)
         agree(module, twin, X, times=3)
     agree(module, twin, X)

@@ -168,6 +168,16 @@ def test_an_error_on_the_way_out_does_not_hide_what_ctrl_c_left(monkeypatch: pyt
     refill(cache)
 
 
+def refused_until_reset(cache: PagedCache, new: torch.Tensor) -> None:
+    """Whoever left in the middle has to begin anew, and can."""
+    with pytest.raises(StreamError, match="left in the middle"):
+        cache.update(new, new, 0)
+    cache.reset()
+    assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
+    cache.check()
+    cache.close()
+
+
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_a_pool_that_ctrl_c_left_with_other_memory_is_not_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh()
@@ -177,12 +187,7 @@ def test_a_pool_that_ctrl_c_left_with_other_memory_is_not_used(device: str, monk
         patch.setattr(Frames, "become", stopped)
         with pytest.raises(KeyboardInterrupt):
             cache.update(new, new, 0)
-    with pytest.raises(StreamError, match="left in the middle"):
-        cache.update(new, new, 0)
-    cache.reset()
-    assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
-    cache.check()
-    cache.close()
+    refused_until_reset(cache, new)
 
 
 def test_a_pool_that_finds_no_memory_any_more_begins_anew_after_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +204,7 @@ def test_a_pool_that_finds_no_memory_any_more_begins_anew_after_reset(monkeypatc
         patch.setattr(cache.layers[0], "_sizing", Sizing(9, 1 << 60, 4))
         with pytest.raises(MemoryBudgetError):
             cache.update(new, new, 0)
-    with pytest.raises(StreamError, match="left in the middle"):
-        cache.update(new, new, 0)
-    cache.reset()
-    assert torch.equal(cache.update(new, new, 0)[0].cpu(), new.cpu())
-    cache.check()
-    cache.close()
+    refused_until_reset(cache, new)
 
 
 def test_a_point_that_ctrl_c_kept_from_being_made_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
